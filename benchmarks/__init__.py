@@ -1,0 +1,1 @@
+"""Benchmarks and the files they run on. Run each with ``python -m benchmarks.NAME --help``."""
