@@ -19,3 +19,11 @@ class ContextError(TmlaError):
 
 class NumericsError(TmlaError):
     """Logits are not finite; the message names the position and the first layer at fault."""
+
+
+class ParameterError(TmlaError, ValueError):
+    """An argument is out of its range or of the wrong kind; nothing was done."""
+
+
+class TemplateError(TmlaError):
+    """The chat template failed, ran too long, or did what a template must not do."""

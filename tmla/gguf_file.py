@@ -27,7 +27,7 @@ __all__ = ["GGUFFile", "TensorInfo", "open_gguf", "parse_override", "q8_0_dequan
 Q8_BLOCK = 32  # values that share one f16 scale
 Q8_BLOCK_BYTES = 34  # f16 scale, then 32 int8 quants
 
-_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<ext>\.gguf)", re.S | re.I | re.A)
 
 
 class GGUFFile:
@@ -115,7 +115,18 @@ class GGUFFile:
             There is no such tensor, or its type holds no values that the gguf package can read.
         """
         t = self.info(name)
-        raw = self.raw(name)
+        return self.rows(name, 0, math.prod(t.shape[:-1])).reshape(t.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return rows ``start`` to ``stop`` of a tensor as a new array, f32 [stop - start, I]; see :meth:`array`.
+
+        All leading axes count as one, so a large tensor can be read piece by piece.
+        """
+        t = self.info(name)
+        n_rows = math.prod(t.shape[:-1])
+        assert 0 <= start <= stop <= n_rows
+        row_bytes = t.n_bytes // n_rows
+        raw = self.raw(name)[start * row_bytes : stop * row_bytes]
         if t.type == "F32":
             out = raw.view("<f4").astype(np.float32)
         elif t.type == "F16":
@@ -128,14 +139,13 @@ class GGUFFile:
         else:
             try:
                 with np.errstate(all="ignore"):
-                    rows = raw.reshape(math.prod(t.shape[:-1]), -1)
-                    out = gguf_quants.dequantize(rows, GGMLQuantizationType[t.type])
+                    out = gguf_quants.dequantize(raw.reshape(-1, row_bytes), GGMLQuantizationType[t.type])
             except NotImplementedError:
                 raise GGUFError(
                     f"{show(self.name)}: tensor {show(name)!r} has type {t.type}, which the gguf package cannot turn "
                     "into numbers; convert the model to Q8_0"
                 ) from None
-        return out.reshape(t.shape)
+        return out.reshape(stop - start, t.shape[-1])
 
 
 def q8_0_split(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +192,7 @@ def open_gguf(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | No
             f"{show(path.name)}: is one of {show(count)} shards (split.count), expected a name that ends in "
             f"-00001-of-{show(count):0>5}.gguf; give the shards the names they were published with"
         )
-    paths = [path.with_name(f"{match['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    paths = [path.with_name(f"{match['stem']}-{i + 1:05d}-of-{count:05d}{match['ext']}") for i in range(count)]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -7,14 +7,13 @@ from typing import BinaryIO
 
 _OLD_GGML = (b"GGML", b"GGMF", b"GGJT", b"GGLA", b"lmgg", b"fmgg", b"tjgg", b"algg", b"ggml", b"ggmf", b"ggjt", b"ggla")
 _CHUNK = 1 << 16
-_LIMIT = 80
 
 
-def show(value: object) -> str:
-    """Text for an error message: one line, printable, at most 80 characters."""
+def show(value: object, limit: int = 80) -> str:
+    """Text for an error message: one line, printable, cut at `limit` characters."""
     text = str(value)
-    if len(text) > _LIMIT:
-        text = text[: _LIMIT - 3] + "..."
+    if len(text) > limit:
+        text = text[: limit - 3] + "..."
     return text if text.isprintable() else repr(text)[1:-1]
 
 

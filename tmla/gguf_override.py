@@ -89,17 +89,17 @@ def _plain(key: str, value: Any) -> Any:
     """Python or NumPy value -> bool, int, float, str, list of str, or NumPy array."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, (bool, int, float, str)):
-        return value
+    if isinstance(value, str) or (isinstance(value, (bool, int, float)) and -(2**63) <= value < 2**64):
+        return value  # NaN, infinity and what fits no GGUF integer fail the comparison
     if isinstance(value, (list, tuple, np.ndarray)):
         items = [_plain(key, v) for v in value]
         if items and all(isinstance(v, str) for v in items):
             return items
-        if all(isinstance(v, (bool, int, float)) and abs(v) < 2**63 for v in items):
-            return np.array(items, dtype=None if items else np.float32)
+        if items and all(isinstance(v, (bool, int, float)) and v < 2**63 for v in items):
+            return np.array(items)
     raise GGUFError(
         f"override {show(key)!r}: {show(repr(value))} of type {type(value).__name__}, "
-        "expected bool, int, float, text, or a list of numbers or texts"
+        "expected a boolean, a finite number of at most 64 bits, text, or a list of numbers or of texts"
     )
 
 

@@ -1,0 +1,13 @@
+"""tmla: Multi-head Latent Attention from Q8_0 GGUF files, every stage a Taichi kernel."""
+
+import os
+
+os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")  # read when taichi is imported: `import tmla` prints nothing
+
+from tmla.errors import BackendError, ContextError, GGUFError, NumericsError, TmlaError
+
+__version__ = "0.1.0"
+__all__ = ["BackendError", "ContextError", "GGUFError", "NumericsError", "TmlaError", "__version__", "Model", "load"]
+
+
+from tmla.model import Model, load  # noqa: E402

@@ -1,0 +1,227 @@
+"""The one place that starts Taichi, and what the backend it started can do."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import taichi as ti
+
+from tmla.errors import BackendError
+
+ARCHS = ("metal", "cuda", "vulkan", "cpu")
+
+log = logging.getLogger("tmla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Caps:
+    """What the running backend offers; kernels are chosen by this, never by the backend's name alone.
+
+    Attributes
+    ----------
+    arch : str
+        The backend that really runs.
+    lane_ops : {"none", "warp", "subgroup"}
+        Cross-lane sums: none on CPU (a subgroup call there ends the process), ``ti.simt.warp`` on CUDA,
+        ``ti.simt.subgroup`` on Vulkan and Metal.
+    lanes : int
+        Threads that one cross-lane operation joins, as the device says; 1 on CPU.
+    layout : {"bytes", "words"}
+        How Q8_0 quants are stored: u8, or u32 of four quants each. The same bits.
+    debug : bool
+        Bounds are checked (CPU and CUDA only).
+    """
+
+    arch: str
+    lane_ops: str
+    lanes: int
+    layout: str
+    debug: bool
+
+    @property
+    def gpu(self) -> bool:
+        """True where kernels run as thread groups with shared memory."""
+        return self.arch != "cpu"
+
+
+@dataclasses.dataclass
+class LaunchCounter:
+    """Python-side kernel launches and read-backs since the last :meth:`reset`; tests count a token's cost with it."""
+
+    launches: int = 0
+    readbacks: int = 0
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.launches = self.readbacks = 0
+
+
+_caps: Caps | None = None
+counter = LaunchCounter()
+
+
+def default_arch() -> str:
+    """Metal on macOS, CPU elsewhere."""
+    return "metal" if sys.platform == "darwin" else "cpu"
+
+
+def init(arch: str | None = None, *, threads: int | None = None, debug: bool | None = None) -> Caps:
+    """Start Taichi once per process; a second call with the same backend returns what runs already.
+
+    Parameters
+    ----------
+    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
+        Backend. Default: :func:`default_arch`. Never replaced by another.
+    threads : int, optional
+        CPU threads; default all cores. Only the first call of a process can set it.
+    debug : bool, optional
+        Check bounds of field accesses (slow). Default: the environment variable ``TMLA_DEBUG``.
+
+    Raises
+    ------
+    BackendError
+        The backend is unknown or not available (Taichi itself would run on CPU instead), or another one runs already:
+        Taichi has one runtime per process.
+    """
+    global _caps
+    arch = arch or default_arch()
+    if arch not in ARCHS:
+        raise BackendError(f"arch {arch!r} is unknown; expected one of {', '.join(ARCHS)}")
+    if _caps is not None:
+        if _caps.arch != arch:
+            raise BackendError(
+                f"arch {arch!r} was asked for, but this process already runs {_caps.arch!r} and Taichi has one runtime "
+                "per process; start a new process for the other backend"
+            )
+        return _caps
+    debug = debug if debug is not None else os.environ.get("TMLA_DEBUG", "0") not in ("", "0")
+    options = {"debug": debug, "log_level": ti.ERROR}
+    if threads is not None:
+        options["cpu_max_num_threads"] = threads
+    with _quiet():
+        ti.init(arch=getattr(ti, arch), enable_fallback=False, **options) if _has(arch) else _unavailable(arch)
+    got = ti.lang.impl.current_cfg().arch
+    if got != getattr(ti, arch) and not (arch == "cpu" and got in (ti.x64, ti.arm64)):
+        ti.reset()
+        _unavailable(arch)
+    _caps = _probe(arch, debug)
+    log.info("backend %s: lanes %d (%s), quants in %s", arch, _caps.lanes, _caps.lane_ops, _caps.layout)
+    return _caps
+
+
+def caps() -> Caps:
+    """The running backend's capabilities.
+
+    Raises
+    ------
+    BackendError
+        No backend was started yet.
+    """
+    if _caps is None:
+        raise BackendError("no backend runs yet; call tmla.load(...) or tmla.runtime.init(arch) first")
+    return _caps
+
+
+def reset() -> None:
+    """Forget the backend and every field: for tests and tools; models loaded before are unusable."""
+    global _caps
+    ti.reset()
+    _caps = None
+
+
+def sync() -> None:
+    """Wait until the device has finished all launched kernels."""
+    ti.sync()
+
+
+class FieldPool:
+    """Fields that live and die together, each in a tree of its own.
+
+    One tree per field is a rule, not a taste: children of one tree are packed without alignment on Vulkan and Metal,
+    so that u8 and f16 fields of odd size corrupt their neighbours (taichi#8770).
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._trees: list = []
+
+    def field(self, dtype, shape: tuple[int, ...]):
+        """Allocate one zeroed field of `dtype` and `shape`."""
+        builder = ti.FieldsBuilder()
+        out = ti.field(dtype)
+        builder.dense(ti.axes(*range(len(shape))), shape).place(out)
+        self._trees.append(builder.finalize())
+        n = 1
+        for size in shape:
+            n *= size
+        self.n_bytes += n * dtype_bytes(dtype)
+        return out
+
+    def destroy(self) -> None:
+        """Free every field of the pool. Fields of a runtime that was reset are gone already."""
+        trees, self._trees = self._trees, []
+        for tree in trees:
+            tree.destroy()
+        self.n_bytes = 0
+
+
+def dtype_bytes(dtype) -> int:
+    """Size in bytes of one element of a Taichi type used here."""
+    return {ti.u8: 1, ti.f16: 2, ti.f32: 4, ti.i32: 4, ti.u32: 4}[dtype]
+
+
+def _has(arch: str) -> bool:
+    core = ti._lib.core
+    return arch == "cpu" or {"metal": core.with_metal, "cuda": core.with_cuda, "vulkan": core.with_vulkan}[arch]()
+
+
+def _unavailable(arch: str) -> None:
+    hint = {
+        "metal": "Metal needs macOS on a Mac with a GPU",
+        "cuda": "CUDA needs an NVIDIA GPU and its driver",
+        "vulkan": "Vulkan needs a loader (libvulkan) and a driver; VK_DRIVER_FILES names one",
+        "cpu": "Taichi's CPU backend did not start",
+    }[arch]
+    raise BackendError(f"arch {arch!r} is not available on this machine: {hint}; pass arch='cpu' to run without a GPU")
+
+
+def _probe(arch: str, debug: bool) -> Caps:
+    if arch == "cpu":
+        return Caps(arch, "none", 1, "bytes", debug)
+    if arch == "cuda":
+        return Caps(arch, "warp", 32, "words", debug)
+    return Caps(arch, "subgroup", _subgroup_width(), "words", debug)
+
+
+def _subgroup_width() -> int:
+    pool = FieldPool()
+    width = pool.field(ti.i32, (1,))
+
+    @ti.kernel
+    def ask():
+        for i in range(32):
+            if i == 0:
+                width[0] = ti.simt.subgroup.group_size()
+
+    ask()
+    n = int(width[0])
+    pool.destroy()
+    return n
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Taichi's start-up lines, which it writes to the process's stdout, off the user's output."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,169 @@
+"""MQA decode attention over the compressed rows: one key-value head of width C + R, whose first C values are V.
+
+The context is cut into splits, each an independent online softmax (Milakov and Gimelshein, 2018) that leaves a maximum,
+a sum and an unnormalised latent sum; :mod:`tmla.stages.v_combine` joins them. Within a split, rows are taken by tiles
+and each tile serves every head, so that a cached row is fetched once.
+"""
+
+import numpy as np
+import taichi as ti
+
+TILE = 32  # cached rows per rescale
+HEADS = 4  # heads that share one pass over a tile's rows (accumulators stay in registers)
+ROWS = 2  # rows per pass of the score product
+CHUNK = 32  # latent values per pass of the value product
+NEG_INF = -3.0e38
+
+
+@ti.func
+def split_count(n_rows, max_splits):
+    """Splits used for `n_rows` cached rows: one per tile until the maximum."""
+    return ti.min(max_splits, (n_rows + TILE - 1) // TILE)
+
+
+@ti.func
+def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), s, scores: ti.template()):
+    """scores[s, h, t - t0] = qa[0, h] . cache[layer, t] for the tile's rows and all heads."""
+    n_heads, width = ti.static(qa.shape[1], qa.shape[2])
+    for hg in range((n_heads + HEADS - 1) // HEADS):
+        for tg in range((t1 - t0 + ROWS - 1) // ROWS):
+            # rows and heads past the end repeat the last one: the same value is written twice
+            ta = t0 + tg * ROWS
+            tb = ti.min(ta + 1, t1 - 1)
+            h0 = hg * HEADS
+            h1, h2, h3 = ti.min(h0 + 1, n_heads - 1), ti.min(h0 + 2, n_heads - 1), ti.min(h0 + 3, n_heads - 1)
+            a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
+            b0, b1, b2, b3 = 0.0, 0.0, 0.0, 0.0
+            for c in range(width):
+                ka, kb = ti.cast(cache[layer, ta, c], ti.f32), ti.cast(cache[layer, tb, c], ti.f32)
+                q0, q1, q2, q3 = qa[0, h0, c], qa[0, h1, c], qa[0, h2, c], qa[0, h3, c]
+                a0 += ka * q0
+                a1 += ka * q1
+                a2 += ka * q2
+                a3 += ka * q3
+                b0 += kb * q0
+                b1 += kb * q1
+                b2 += kb * q2
+                b3 += kb * q3
+            scores[s, h0, ta - t0], scores[s, h1, ta - t0] = a0, a1
+            scores[s, h2, ta - t0], scores[s, h3, ta - t0] = a2, a3
+            scores[s, h0, tb - t0], scores[s, h1, tb - t0] = b0, b1
+            scores[s, h2, tb - t0], scores[s, h3, tb - t0] = b2, b3
+
+
+@ti.func
+def _tile_softmax(s, n, first, scores: ti.template(), part_m: ti.template(), part_l: ti.template(), part_r: ti.template()):
+    """Turn a tile's scores into weights relative to the running maximum; leave the rescale factor in part_r."""
+    for h in range(scores.shape[1]):
+        m_old = NEG_INF
+        l = 0.0
+        if not first:
+            m_old, l = part_m[s, h], part_l[s, h]
+        m = m_old
+        for t in range(n):
+            m = ti.max(m, scores[s, h, t])
+        rescale = ti.exp(m_old - m)
+        total = 0.0
+        for t in range(n):
+            p = ti.exp(scores[s, h, t] - m)
+            scores[s, h, t] = p
+            total += p
+        part_m[s, h] = m
+        part_l[s, h] = l * rescale + total
+        part_r[s, h] = rescale
+
+
+@ti.func
+def _tile_values(
+    cache: ti.template(), layer, t0, t1, s, first, scores: ti.template(), part_r: ti.template(), part: ti.template()
+):
+    """part[s, h] = part[s, h] * rescale + sum over the tile of weight * latent."""
+    n_heads, n_latent = ti.static(part.shape[1], part.shape[2])
+    for hg in range((n_heads + 1) // 2):
+        h0 = hg * 2
+        h1 = ti.min(h0 + 1, n_heads - 1)
+        for b in range(n_latent // CHUNK):
+            acc0, acc1 = ti.Vector.zero(ti.f32, CHUNK), ti.Vector.zero(ti.f32, CHUNK)
+            for t in range(t0, t1):
+                p0, p1 = scores[s, h0, t - t0], scores[s, h1, t - t0]
+                for j in range(CHUNK):
+                    v = ti.cast(cache[layer, t, b * CHUNK + j], ti.f32)
+                    acc0[j] += p0 * v
+                    acc1[j] += p1 * v
+            r0, r1 = part_r[s, h0], part_r[s, h1]
+            for j in range(CHUNK):
+                c = b * CHUNK + j
+                old0, old1 = 0.0, 0.0
+                if not first:  # what an earlier token left here may be NaN
+                    old0, old1 = part[s, h0, c], part[s, h1, c]
+                part[s, h0, c] = old0 * r0 + acc0[j]
+                part[s, h1, c] = old1 * r1 + acc1[j]
+
+
+@ti.func
+def attention_body(
+    cache: ti.template(),
+    layer,
+    n_rows,
+    qa: ti.template(),
+    scores: ti.template(),
+    part_m: ti.template(),
+    part_l: ti.template(),
+    part_r: ti.template(),
+    part: ti.template(),
+):
+    for s in range(split_count(n_rows, part.shape[0])):
+        n_split = split_count(n_rows, part.shape[0])
+        n_tile = (n_rows + TILE - 1) // TILE
+        first_tile, end_tile = n_tile * s // n_split, n_tile * (s + 1) // n_split
+        for tile in range(first_tile, end_tile):
+            t0 = tile * TILE
+            t1 = ti.min(t0 + TILE, n_rows)
+            _tile_scores(cache, layer, t0, t1, qa, s, scores)
+            _tile_softmax(s, t1 - t0, tile == first_tile, scores, part_m, part_l, part_r)
+            _tile_values(cache, layer, t0, t1, s, tile == first_tile, scores, part_r, part)
+
+
+@ti.kernel
+def _attention(
+    cache: ti.template(),
+    layer: ti.i32,
+    n_rows: ti.i32,
+    qa: ti.template(),
+    scores: ti.template(),
+    part_m: ti.template(),
+    part_l: ti.template(),
+    part_r: ti.template(),
+    part: ti.template(),
+):
+    attention_body(cache, layer, n_rows, qa, scores, part_m, part_l, part_r, part)
+
+
+def attention(cache, layer, n_rows, qa, scratch):
+    """Attend from every head to the first `n_rows` cached rows.
+
+    Parameters
+    ----------
+    cache : ti.Field, f16 or f32 [L, T, C + R]
+    n_rows : int
+        ``pos + 1``, at least 1.
+    qa : ti.Field, f32 [1, H, C + R]
+        Fused query rows, score scale included.
+    scratch : AttentionScratch
+        ``scores`` [S, H, TILE], ``part_m``, ``part_l``, ``part_r`` [S, H], ``part`` [S, H, C], all f32. Of the splits
+        used, `part_m` (maximum), `part_l` (sum of weights) and `part` (weighted latent sum) are written whole.
+
+    Notes
+    -----
+    Reads ``(C + R) * bytes`` per cached row; ``2 H (2 C + R)`` operations a row. Reference: :func:`attention_ref`.
+    """
+    s = scratch
+    _attention(cache, layer, n_rows, qa, s.scores, s.part_m, s.part_l, s.part_r, s.part)
+
+
+def attention_ref(rows, qa, n_latent):
+    """NumPy reference: rows [T, C + R], fused queries [H, C + R] -> latent mix float64 [H, C]."""
+    rows, qa = rows.astype(np.float64), qa.astype(np.float64)
+    score = qa @ rows.T
+    p = np.exp(score - score.max(axis=1, keepdims=True))
+    return (p / p.sum(axis=1, keepdims=True)) @ rows[:, :n_latent]
