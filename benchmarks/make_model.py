@@ -7,6 +7,7 @@ The same shape and seed give the same bytes. Text goes in and out: the vocabular
 
 import argparse
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -180,7 +181,9 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.list:
         for name, shape in SHAPES.items():
-            print(f"{name:20} {sum(t.n_bytes for t in plan(shape, 0)) / 1e9:8.2f} GB  {shape.arch}")
+            sizes = [(math.prod(t.shape), t.n_bytes) for t in plan(shape, 0)]
+            values, size = map(sum, zip(*sizes))
+            print(f"{name:16} {values / 1e9:9.3f} G values {size / 1e9:9.3f} GB  {shape.arch}")
         return 0
     if args.out is None:
         parser.error("name the file to write, or use --list")

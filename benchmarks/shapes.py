@@ -136,25 +136,71 @@ _V3 = ModelShape(
     yarn_factor=40.0, yarn_log_mul=0.1, yarn_betas=(32.0, 1.0), pre="deepseek-v3",
 )  # fmt: skip
 
-# Dimensions from each model's published configuration.
-SHAPES = {
-    s.name: s
-    for s in (
-        # a structurally complete V2-Lite of about 1 MB
-        _V2_LITE.replace(
-            name="tiny", dim=128, n_layers=4, n_heads=4, n_vocab=1024, ffn_dim=256, kv_lora_rank=64,
-            qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_experts=8, n_experts_used=3, expert_ffn_dim=32,
-        ),
-        # V2-Lite's widths in 408 MB, for measurements
-        _V2_LITE.replace(name="mid", n_layers=4, n_experts=8, n_experts_used=2, n_vocab=512),
-        _V2_LITE,
-        _V2_LITE.replace(name="coder-v2-lite"),
-        ModelShape(
-            "v2", dim=5120, n_layers=60, n_heads=128, n_vocab=102400, ffn_dim=12288, q_lora_rank=1536,
-            n_experts=160, n_experts_used=6, expert_ffn_dim=1536, n_shared_experts=2, gating_key=False,
-            expert_weights_scale=16.0, yarn_factor=40.0, yarn_log_mul=0.0707,
-        ),
-        _V3,
-        _V3.replace(name="r1"),
-    )
-}  # fmt: skip
+_MOONLIGHT = ModelShape(
+    "moonlight", dim=2048, n_layers=27, n_heads=16, n_vocab=163840, ffn_dim=11264, split=True,
+    n_experts=64, n_experts_used=6, expert_ffn_dim=1408, n_shared_experts=2,
+    gating="sigmoid", expert_bias=True, expert_weights_norm=True, expert_weights_scale=2.446,
+    n_expert_groups=1, n_expert_groups_used=1, rope_base=50000.0, rms_eps=1e-5, context_length=8192, pre="kimi-k2",
+)  # fmt: skip
+
+# Dimensions from each model's published configuration; those of kanana-2 and gigachat3 are checked only against the
+# published totals of parameters and of active parameters.
+_TABLE = (
+    # a structurally complete V2-Lite of about 1 MB
+    _V2_LITE.replace(
+        name="tiny", dim=128, n_layers=4, n_heads=4, n_vocab=1024, ffn_dim=256, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_experts=8, n_experts_used=3, expert_ffn_dim=32,
+    ),
+    # V2-Lite's widths in 408 MB, for measurements
+    _V2_LITE.replace(name="mid", n_layers=4, n_experts=8, n_experts_used=2, n_vocab=512),
+    _V2_LITE,
+    _V2_LITE.replace(name="coder-v2-lite"),
+    ModelShape(
+        "v2", dim=5120, n_layers=60, n_heads=128, n_vocab=102400, ffn_dim=12288, q_lora_rank=1536,
+        n_experts=160, n_experts_used=6, expert_ffn_dim=1536, n_shared_experts=2, gating_key=False,
+        expert_weights_scale=16.0, yarn_factor=40.0, yarn_log_mul=0.0707,
+    ),
+    _V3,
+    _V3.replace(name="r1"),
+    _MOONLIGHT,
+    _V3.replace(
+        name="kimi-k2", n_heads=64, n_vocab=163840, n_dense_layers=1, n_experts=384, expert_weights_scale=2.827,
+        n_expert_groups=1, n_expert_groups_used=1, rope_base=50000.0, yarn_factor=32.0, yarn_betas=(1.0, 1.0),
+        context_length=131072, pre="kimi-k2",
+    ),
+    ModelShape(
+        "glm-4.7-flash", dim=2048, n_layers=47, n_heads=20, n_vocab=154880, ffn_dim=10240, q_lora_rank=768, split=True,
+        qk_nope_head_dim=192, v_head_dim=256, n_experts=64, n_experts_used=4, expert_ffn_dim=1536, n_shared_experts=1,
+        gating="sigmoid", expert_bias=True, expert_weights_norm=True, expert_weights_scale=1.8,
+        n_expert_groups=1, n_expert_groups_used=1, rope_base=1e6, rms_eps=1e-5, context_length=202752, pre="glm4",
+    ),
+    ModelShape(
+        "mistral-large-3", dim=7168, n_layers=61, n_heads=128, n_vocab=131072, ffn_dim=16384, q_lora_rank=1536,
+        split=True, n_dense_layers=3, n_experts=128, n_experts_used=4, expert_ffn_dim=4096, n_shared_experts=1,
+        expert_weights_norm=True, yarn_factor=36.0, yarn_orig_ctx=8192, yarn_betas=(32.0, 1.0),
+        attn_temp_scale=0.1, attn_temp_length=8192, context_length=294912, pre="tekken",
+    ),
+    ModelShape(
+        "youtu-llm-2b", dim=2048, n_layers=32, n_heads=16, n_vocab=128256, ffn_dim=6144, q_lora_rank=1536, split=True,
+        tied_head=True, rope_base=1.6e6, context_length=131072, pre="youtu",
+    ),
+    _MOONLIGHT.replace(
+        name="kanana-2", n_layers=48, n_heads=32, n_vocab=128256, ffn_dim=6144, n_experts=128, expert_ffn_dim=768,
+        expert_weights_scale=2.5, rope_base=1e6, context_length=32768, pre="kanana2",
+    ),
+    _MOONLIGHT.replace(
+        name="gigachat3", dim=1536, n_layers=26, n_heads=32, n_vocab=128256, ffn_dim=8960, v_head_dim=192,
+        n_experts_used=4, expert_ffn_dim=1280, n_shared_experts=1, expert_weights_scale=1.0,
+        rope_base=100000.0, rms_eps=1e-6, context_length=262144, pre="gigachat",
+    ),
+    ModelShape(
+        "minicpm3-4b", arch="minicpm3", dim=2560, n_layers=62, n_heads=40, n_vocab=73448, ffn_dim=6400,
+        q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+        tied_head=True, rope_base=None, rope_factors=True, context_length=32768, rms_eps=1e-5,
+    ),
+    ModelShape(
+        "plm-1.8b", arch="plm", dim=2048, n_layers=32, n_heads=16, n_vocab=151936, ffn_dim=8192,
+        tied_head=True, rope_base=100000.0, context_length=4096, pre="qwen2",
+    ),
+)  # fmt: skip
+SHAPES = {s.name: s for s in _TABLE}
