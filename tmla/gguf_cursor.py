@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from gguf import GGUFValueType
 
-from .errors import GGUFError
-from .gguf_kind import raw_piece, show
+from tmla.errors import GGUFError
+from tmla.gguf_kind import raw_piece, show
 
 # What a sane header never exceeds. The bounds keep a damaged or hostile one from taking memory or time.
 # For comparison: a vocabulary of 130,000 tokens and its merges take less than 10 MB.

@@ -17,10 +17,10 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf import quants as gguf_quants
 
-from .errors import GGUFError
-from .gguf_kind import show
-from .gguf_override import apply_overrides, parse_override
-from .gguf_scan import Shard, TensorInfo, scan
+from tmla.errors import GGUFError
+from tmla.gguf_kind import quote, show
+from tmla.gguf_override import apply_overrides, parse_override
+from tmla.gguf_scan import Shard, TensorInfo, scan
 
 __all__ = ["GGUFFile", "TensorInfo", "open_gguf", "parse_override", "q8_0_dequantize", "q8_0_split"]
 
@@ -60,7 +60,7 @@ class GGUFFile:
             for t in s.tensors.values():
                 if t.name in self.tensors:
                     raise GGUFError(
-                        f"{show(s.path.name)}: tensor {show(t.name)!r} is also in "
+                        f"{show(s.path.name)}: tensor {quote(t.name)} is also in "
                         f"{show(self.paths[self.tensors[t.name].shard].name)}, expected each in one shard; "
                         "the shards do not belong together: download them again"
                     )
@@ -85,14 +85,14 @@ class GGUFFile:
     def info(self, name: str) -> TensorInfo:
         """Return the entry of one tensor; GGUFError if the file has none of that name."""
         if name not in self.tensors:
-            raise GGUFError(f"{show(self.name)}: there is no tensor {show(name)!r}; the conversion was incomplete")
+            raise GGUFError(f"{show(self.name)}: there is no tensor {quote(name)}; the conversion was incomplete")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
         """Return a tensor's bytes as they are: u8 [n_bytes], a read-only view on the memory map."""
         t = self.info(name)
         if not self._data:
-            raise GGUFError(f"{show(self.name)}: the file was closed before {show(name)!r} was read; open it again")
+            raise GGUFError(f"{show(self.name)}: the file was closed before {quote(name)} was read; open it again")
         return self._data[t.shard][t.offset : t.offset + t.n_bytes]
 
     def q8_0_blocks(self, name: str) -> np.ndarray:
@@ -100,7 +100,7 @@ class GGUFFile:
         t = self.info(name)
         if t.type != "Q8_0":
             raise GGUFError(
-                f"{show(self.name)}: tensor {show(name)!r} has type {t.type}, expected Q8_0; convert the model to Q8_0"
+                f"{show(self.name)}: tensor {quote(name)} has type {t.type}, expected Q8_0; convert the model to Q8_0"
             )
         return self.raw(name).reshape(math.prod(t.shape[:-1]), t.shape[-1] // Q8_BLOCK, Q8_BLOCK_BYTES)
 
@@ -142,7 +142,7 @@ class GGUFFile:
                     out = gguf_quants.dequantize(raw.reshape(-1, row_bytes), GGMLQuantizationType[t.type])
             except NotImplementedError:
                 raise GGUFError(
-                    f"{show(self.name)}: tensor {show(name)!r} has type {t.type}, which the gguf package cannot turn "
+                    f"{show(self.name)}: tensor {quote(name)} has type {t.type}, which the gguf package cannot turn "
                     "into numbers; convert the model to Q8_0"
                 ) from None
         return out.reshape(stop - start, t.shape[-1])
@@ -186,6 +186,12 @@ def open_gguf(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | No
     count = first.metadata.get("split.count", 0)
     match = _SHARD_NAME.fullmatch(path.name)
     if type(count) is int and count in (0, 1):  # llama-gguf-split --merge leaves a 0
+        if match and int(match["count"]) > 1:
+            note = (
+                f"{show(path.name)}: named like shard {int(match['no'])} of {int(match['count'])}, but without the "
+                "metadata of a shard (split.count): opened by itself"
+            )
+            first = dataclasses.replace(first, notes=(*first.notes, note))
         return GGUFFile(path, [first], overrides)
     if match is None or type(count) is not int or int(match["count"]) != count:
         raise GGUFError(
@@ -208,6 +214,11 @@ def open_gguf(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | No
 def _check_shards(shards: list[Shard], count: int) -> None:
     for i, s in enumerate(shards):
         found = s.metadata.get("split.count"), s.metadata.get("split.no")
+        if found[0] is None:
+            raise GGUFError(
+                f"{show(s.path.name)}: has no split.count, expected shard {i + 1} of {count}; "
+                "another file stands in its place: download it again"
+            )
         if found != (count, i) or any(type(v) is not int for v in found):
             no = found[1] + 1 if type(found[1]) is int else "an unnumbered one"
             raise GGUFError(

@@ -11,10 +11,17 @@ _CHUNK = 1 << 16
 
 def show(value: object, limit: int = 80) -> str:
     """Text for an error message: one line, printable, cut at `limit` characters."""
-    text = str(value)
-    if len(text) > limit:
-        text = text[: limit - 3] + "..."
+    text = _cut(str(value), limit)
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+def quote(value: object) -> str:
+    """The same in quotation marks, for names that come from a file or a user."""
+    return repr(_cut(str(value), 80))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def raw_piece(name: str) -> str:
@@ -61,7 +68,7 @@ def not_gguf(head: bytes, size: int, f: BinaryIO) -> str:
         return f"is an XML document (often a server's error message), expected 'GGUF'; {again}"
     if head[:4] in _OLD_GGML:
         return (
-            f"begins with {show(head[:4].decode())!r}, a format older than GGUF (2023), expected 'GGUF'; "
+            f"begins with {quote(head[:4].decode())}, a format older than GGUF (2023), expected 'GGUF'; "
             "convert the original model again, or get a newer file"
         )
     if head[8:9] == b"{" and head[:8].endswith(b"\0\0\0"):
@@ -70,7 +77,7 @@ def not_gguf(head: bytes, size: int, f: BinaryIO) -> str:
         if head.startswith(magic):
             return f"is {what}, expected 'GGUF'; {again if 'archive' not in what else 'unpack it, or ' + again}"
     if _is_text(head):
-        return f"is a text file that begins with {show(text[:40].decode(errors='replace'))!r}, expected 'GGUF'; {again}"
+        return f"is a text file that begins with {quote(text[:40].decode(errors='replace'))}, expected 'GGUF'; {again}"
     return (
         f"begins with bytes {head[:4].hex(' ')}, expected 47 47 55 46 ('GGUF'); "
         f"this is no GGUF file, or a damaged one: {again}{raw_piece(getattr(f, 'name', '') or '')}"

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .errors import GGUFError
-from .gguf_kind import show
+from tmla.errors import GGUFError
+from tmla.gguf_kind import quote, show
 
-_INT = re.compile(r"[+-]?\d{1,40}")
-_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INT = re.compile(r"[+-]?\d{1,40}", re.A)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.A)
 _TYPED = re.compile(r"(int|float|bool|str):(.*)", re.S)  # llama.cpp's --override-kv
 _LAYOUT = re.compile(r"general\.alignment|split\..*")
 
@@ -32,7 +32,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key, value = key.strip(), value.strip()
     if not equals or not key:
-        raise GGUFError(f"override {show(text)!r} has no {'key' if equals else 'equals sign'}, expected KEY=VALUE")
+        raise GGUFError(f"override {quote(text)} has no {'key' if equals else 'equals sign'}, expected KEY=VALUE")
     typed = _TYPED.fullmatch(value)
     if typed is None:
         return key, _parse(key, value)
@@ -43,7 +43,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if kind == "float" and type(found) is int:
         found = float(found)
     if type(found).__name__ != kind:
-        raise GGUFError(f"override {show(key)!r}: value {show(value)!r} is no {kind}; write KEY={kind}:VALUE")
+        raise GGUFError(f"override {quote(key)}: value {quote(value)} is no {kind}; write KEY={kind}:VALUE")
     return key, found
 
 
@@ -58,7 +58,7 @@ def _parse(key: str, value: str) -> Any:
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            raise GGUFError(f'override {show(key)!r}: {show(value)!r} is not valid JSON; put strings in "') from None
+            raise GGUFError(f'override {quote(key)}: {quote(value)} is not valid JSON; put strings in "') from None
     return value
 
 
@@ -78,9 +78,9 @@ def apply_overrides(
     applied: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         if not isinstance(key, str) or not key:
-            raise GGUFError(f"override key {show(key)!r} is no text, expected a metadata key such as 'general.name'")
+            raise GGUFError(f"override key {quote(key)} is no text, expected a metadata key such as 'general.name'")
         if _LAYOUT.fullmatch(key):
-            raise GGUFError(f"override {key!r}: the key describes the layout of the file and cannot be overridden")
+            raise GGUFError(f"override {quote(key)}: the key describes the layout of the file and cannot be overridden")
         applied[key] = _coerce(key, _plain(key, value), metadata.get(key))
     return {**metadata, **applied}, applied
 
@@ -89,7 +89,7 @@ def _plain(key: str, value: Any) -> Any:
     """Python or NumPy value -> bool, int, float, str, list of str, or NumPy array."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, str) or (isinstance(value, (bool, int, float)) and -(2**63) <= value < 2**64):
+    if isinstance(value, str) or (isinstance(value, (int, float)) and -(2**63) <= value < 2**64):
         return value  # NaN, infinity and what fits no GGUF integer fail the comparison
     if isinstance(value, (list, tuple, np.ndarray)):
         items = [_plain(key, v) for v in value]
@@ -98,7 +98,7 @@ def _plain(key: str, value: Any) -> Any:
         if items and all(isinstance(v, (bool, int, float)) and v < 2**63 for v in items):
             return np.array(items)
     raise GGUFError(
-        f"override {show(key)!r}: {show(repr(value))} of type {type(value).__name__}, "
+        f"override {quote(key)}: {show(repr(value))} of type {type(value).__name__}, "
         "expected a boolean, a finite number of at most 64 bits, text, or a list of numbers or of texts"
     )
 
@@ -121,7 +121,7 @@ def _coerce(key: str, value: Any, old: Any) -> Any:
     if isinstance(old, np.ndarray) and isinstance(value, (int, float)):
         return value  # and back: one for all layers
     raise GGUFError(
-        f"override {show(key)!r}: {show(repr(value))} does not fit, the file has {_kind(old)} there; give {_kind(old)}"
+        f"override {quote(key)}: {show(repr(value))} does not fit, the file has {_kind(old)} there; give {_kind(old)}"
     )
 
 

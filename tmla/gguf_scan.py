@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from .errors import GGUFError
-from .gguf_cursor import Cursor
-from .gguf_kind import not_gguf, raw_piece, show
+from tmla.errors import GGUFError
+from tmla.gguf_cursor import Cursor
+from tmla.gguf_kind import not_gguf, quote, raw_piece, show
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 18  # DeepSeek-V3 has about 1,100; 46,000 if each expert were three tensors of its own
@@ -114,20 +114,20 @@ class _Header(Cursor):
         n_keys = self.count("metadata key", 13, MAX_KEYS)
         metadata: dict[str, Any] = {}
         for i in range(n_keys):
-            key = self.text(f"metadata key {i}", MAX_NAME_BYTES)
+            key = self.name(f"metadata key {i}")
             if key in metadata:
-                raise self.damaged(f"metadata key {show(key)!r} is there twice")
-            metadata[key] = self.value(self.u32(f"the type of {show(key)!r}"), f"metadata key {show(key)!r}")
+                raise self.damaged(f"metadata key {quote(key)} is there twice")
+            metadata[key] = self.value(self.u32(f"the type of {quote(key)}"), f"metadata key {quote(key)}")
         alignment = self.alignment(metadata)
         raw = [self.tensor(i) for i in range(n_tensors)]
         start = -(-self.pos // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, type_name, n_bytes, offset in raw:
             if name in tensors:
-                raise self.damaged(f"tensor {show(name)!r} is there twice")
+                raise self.damaged(f"tensor {quote(name)} is there twice")
             if offset % alignment:
                 raise self.damaged(
-                    f"tensor {show(name)!r} has data offset {offset}, expected a multiple of the alignment {alignment}"
+                    f"tensor {quote(name)} has data offset {offset}, expected a multiple of the alignment {alignment}"
                 )
             tensors[name] = TensorInfo(name, shape, type_name, n_bytes, start + offset)
         order = sorted(tensors.values(), key=lambda t: t.offset)
@@ -165,6 +165,13 @@ class _Header(Cursor):
             raise self.damaged(f"claims {n} {what}s, expected at most {most} in {self.size} bytes")
         return n
 
+    def name(self, what: str) -> str:
+        """Read a name; zeros where one should be would otherwise pass for an empty one."""
+        text = self.text(what, MAX_NAME_BYTES)
+        if not text:
+            raise self.damaged(f"{what}, at byte {self.pos}, is empty, expected a name")
+        return text
+
     def alignment(self, metadata: dict[str, Any]) -> int:
         n = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(n) is not int or not 1 <= n <= MAX_ALIGNMENT or n & (n - 1):
@@ -173,8 +180,8 @@ class _Header(Cursor):
 
     def tensor(self, i: int) -> tuple[str, tuple[int, ...], str, int, int]:
         """Name, shape, type, bytes and offset (from the data's start) of one tensor."""
-        name = self.text(f"the name of tensor {i}", MAX_NAME_BYTES)
-        what = f"tensor {show(name)!r}"
+        name = self.name(f"the name of tensor {i}")
+        what = f"tensor {quote(name)}"
         n_dims = self.u32(f"the number of dimensions of {what}")
         if not 1 <= n_dims <= MAX_DIMS:
             raise self.damaged(f"{what} has {n_dims} dimensions, expected 1 to {MAX_DIMS}")
@@ -201,12 +208,12 @@ class _Header(Cursor):
         last_end, last = 0, None
         for t in order:
             if last is not None and t.offset < last_end:
-                raise self.damaged(f"tensors {show(last.name)!r} and {show(t.name)!r} overlap at byte {t.offset}")
+                raise self.damaged(f"tensors {quote(last.name)} and {quote(t.name)} overlap at byte {t.offset}")
             last_end, last = t.offset + t.n_bytes, t
             if last_end > self.size:
                 n_out = sum(u.offset + u.n_bytes > self.size for u in order)
                 raise self.fail(
-                    f"tensor {show(t.name)!r} ({t.type} {list(t.shape)}) lies at bytes {t.offset} to {last_end}, "
+                    f"tensor {quote(t.name)} ({t.type} {list(t.shape)}) lies at bytes {t.offset} to {last_end}, "
                     f"but the file ends at byte {self.size} ({n_out} of {len(order)} tensors are not whole); the "
                     "download or copy was cut short, or the header is damaged: fetch the file again"
                     f"{raw_piece(self.path.name)}"
