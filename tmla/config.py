@@ -7,7 +7,8 @@ import numpy as np
 
 from tmla import config_read, rope, tensors
 from tmla.gguf_file import open_gguf
-from tmla.tensors import TensorSpec, check_finite, check_tensors
+from tmla.tensor_check import check_finite, check_tensors
+from tmla.tensors import TensorSpec
 
 __all__ = ["MIN_WEIGHT_SUM", "MLAConfig", "TensorSpec", "check_finite", "check_tensors", "open_checked"]
 
@@ -18,8 +19,9 @@ MIN_WEIGHT_SUM = 2.0**-14  # normalised expert weights are divided by at least t
 class MLAConfig:
     """Architecture of one MLA model. Every field comes from the GGUF; none has a default.
 
-    Where a key is missing, :meth:`from_gguf` takes the documented value and says so in `notes`. Letters: L layers, D residual
-    width, H heads, C latent width, N / R / V head widths without position, with rope, of the value; E experts, K used.
+    Where a key is missing, :meth:`from_gguf` takes the documented value and says so in `notes`. Letters: L layers, D
+    residual width, H heads, C latent width; N, R, V widths of a head: without position, with rope, of the value; E
+    experts, K experts used.
     """
 
     arch: str  # "deepseek2", "minicpm3" or "plm"
@@ -121,8 +123,8 @@ class MLAConfig:
     def rope_magnitude(self) -> float:
         """Factor on cos and sin: 1.0 in every known file.
 
-        YaRN's magnitude belongs to the softmax scale alone as long as the file has ``yarn_log_multiplier``. Without it (or with
-        0) this follows llama.cpp, which then applies ``1 + 0.1 ln factor`` here as well.
+        YaRN's magnitude belongs to the softmax scale alone as long as the file has ``yarn_log_multiplier``. Without it
+        (or with 0) this follows llama.cpp, which then applies ``1 + 0.1 ln factor`` here as well.
         """
         if self.rope_scaling == "yarn" and self.yarn_log_mul == 0.0:
             return 1.0 + 0.1 * math.log(self.yarn_factor)

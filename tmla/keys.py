@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from tmla.errors import GGUFError
+from tmla.gguf_kind import show
 
 MAX_INT = 2**31 - 1  # no count or width of a model comes near; above it index arithmetic would overflow
 
@@ -40,7 +41,7 @@ class Keys:
         self.notes.append(sentence)
 
     def fail(self, message):
-        raise GGUFError(f"{self.gf.name}: {message}")
+        raise GGUFError(f"{show(self.gf.name)}: {message}")
 
     def fail_key(self, key, found, expected, remedy="re-convert the model or pass an override for this key"):
         self.fail(f"key {self.name(key)!r} is {found}, expected {expected}; {remedy}")
@@ -57,7 +58,7 @@ class Keys:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, int):
-            self.fail_key(key, repr(value), "a whole number")
+            self.fail_key(key, _short(value), "a whole number")
         if not minimum <= value <= MAX_INT:
             self.fail_key(key, value, f"a whole number from {minimum} to {MAX_INT}")
         return value
@@ -66,12 +67,10 @@ class Keys:
         """Return a finite real key as float, at least `minimum` and greater than `above`."""
         value = self._scalar(key, default, None)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.fail_key(key, repr(value), "a number")
-        if isinstance(value, int) and abs(value) > 2**1000:
-            self.fail_key(key, "an integer of over 1000 bits", "a number")
+            self.fail_key(key, _short(value), "a number")
         value = float(value)
         if not (math.isfinite(value) and value >= minimum and value > above):
-            bound = f" of at least {minimum:g}" if minimum > -math.inf else f" above {above:g}" if above > -math.inf else ""
+            bound = f" of at least {minimum:g}" * (minimum > -math.inf) + f" above {above:g}" * (above > -math.inf)
             self.fail_key(key, value, f"a finite number{bound}")
         return value
 
@@ -80,7 +79,7 @@ class Keys:
         value = self._scalar(key, default, None)
         if isinstance(value, (bool, int, float)) and value in (0, 1):
             return bool(value)
-        return self.fail_key(key, repr(value), "true or false")
+        return self.fail_key(key, _short(value), "true or false")
 
     def text(self, key, default):
         value = self.gf.metadata.get(self.name(key), default)
@@ -98,13 +97,13 @@ class Keys:
     def _scalar(self, key, default, layers):
         value = self.gf.metadata.get(self.name(key), default)
         if value is None:
-            self.fail(f"key {self.name(key)!r} is missing, it is needed; re-convert the model or pass an override for it")
+            self.fail(f"key {self.name(key)!r} is missing, expected in all such models; re-convert it or pass an override")
         if isinstance(value, (np.ndarray, list, tuple)):
             entries = list(value)
             if layers is not None and layers and max(layers) < len(entries):
                 entries = [entries[i] for i in layers]
             if not entries or any(entry != entries[0] for entry in entries):
-                self.fail_key(key, _short(value), "one value for all layers", "tmla runs no model that varies it by layer")
+                self.fail_key(key, _short(value), "one value for all layers", "models that vary it are not supported")
             value = entries[0]
         return value.item() if isinstance(value, np.generic) else value
 
@@ -113,5 +112,4 @@ def _short(value):
     """Return ``repr`` of a value, cut so that an error stays one readable line."""
     if isinstance(value, np.ndarray):
         value = value[:9].tolist()
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= 80 else text[:77] + "..."
+    return show(repr(value))

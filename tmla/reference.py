@@ -1,7 +1,7 @@
 """The whole model in NumPy float64, a prompt at a time, attention expanded: slow, independent, and meant to be read.
 
-Multi-head Latent Attention caches, per position, one latent `c_kv` [C] and one rotated key part `k_pe` [R] that all heads
-share. Here each head's keys and values are expanded from the latent, as the model was trained:
+Multi-head Latent Attention keeps two things of a position: a latent `c_kv` [C] and a rotated key part `k_pe` [R], which
+all heads share. Here the keys and values of each head are expanded from the latent, as the model was trained:
 
     c_kv = rms_norm(x W_a)[:C]             k_pe = rope(x W_a)[C:]
     k    = [c_kv W_uk ; k_pe]              v    = c_kv W_uv                 per head, N + R and V wide
@@ -24,7 +24,7 @@ SLAB_VALUES = 1 << 22  # weights held in float64 at a time: 32 MB
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a forward pass went through; all float64 but `experts`. T positions, experts over the layers that have them."""
+    """What a forward pass went through at its T positions; float64, but for `experts`."""
 
     logits: np.ndarray  # [T, n_vocab]
     hidden: np.ndarray  # [L, T, D] residual stream after each layer
@@ -74,7 +74,7 @@ def _checked_tokens(tokens, n_ctx, n_vocab):
     if tokens.ndim != 1 or tokens.size == 0:
         raise ContextError(f"prompt of shape {list(tokens.shape)}, expected one row of at least one token id")
     if n_ctx is not None and tokens.size > n_ctx:
-        raise ContextError(f"prompt of {tokens.size} tokens, expected at most n_ctx = {n_ctx}; ask for a larger context")
+        raise ContextError(f"prompt of {tokens.size} tokens, expected at most n_ctx = {n_ctx}; raise n_ctx")
     if tokens.min() < 0 or tokens.max() >= n_vocab:
         raise TmlaError(f"token ids from {tokens.min()} to {tokens.max()}, expected 0 to {n_vocab - 1}")
     return tokens
@@ -125,10 +125,11 @@ def rotate(x, turns, pairs, magnitude):
     turns = turns.reshape(turns.shape[0], *(1,) * (x.ndim - 2), turns.shape[1])
     cos, sin = magnitude * np.cos(turns), magnitude * np.sin(turns)
     half = x.shape[-1] // 2
-    first, second = (np.s_[..., 0::2], np.s_[..., 1::2]) if pairs == "consecutive" else (np.s_[..., :half], np.s_[..., half:])
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if pairs == "consecutive" else (slice(half), slice(half, None))
+    a, b = x[..., first], x[..., second]
     out = np.empty_like(x)
-    out[first] = x[first] * cos - x[second] * sin
-    out[second] = x[first] * sin + x[second] * cos
+    out[..., first] = a * cos - b * sin
+    out[..., second] = a * sin + b * cos
     return out
 
 
@@ -177,7 +178,8 @@ def attention(w, cfg, block, x, turns, temperature):
 def head_expansion(w, cfg, block, head):
     """Return what expands the latent for one head: `w_uk` [C, N] to the key, `w_uv` [C, V] to the value.
 
-    A split file has them as attn_k_b [H, C, N] and attn_v_b [H, V, C]; in attn_kv_b each head has N key rows, then V value rows.
+    A split file has them as attn_k_b [H, C, N] and attn_v_b [H, V, C]; in an unsplit one, each head has N key rows and
+    then V value rows of attn_kv_b.
     """
     if cfg.kv_b_split:
         return w.part(block + "attn_k_b.weight", head), w.part(block + "attn_v_b.weight", head).T

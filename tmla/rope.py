@@ -18,9 +18,9 @@ def rope_frequencies(cfg, n_ctx):
 
     Notes
     -----
-    Plain rope turns pair ``i`` by ``base**(-2 i / R)`` per position. YaRN divides the slow pairs by the factor and leaves the
-    fast ones, with a linear ramp between the pairs that make `yarn_beta_fast` and `yarn_beta_slow` turns over the
-    original context. Long and short factors divide each pair's frequency.
+    Plain rope turns pair ``i`` by ``base**(-2 i / R)`` per position. YaRN divides the slow pairs by the factor and
+    leaves the fast ones, with a linear ramp between the pairs that make `yarn_beta_fast` and `yarn_beta_slow` turns
+    over the original context. Long and short factors divide each pair's frequency.
     """
     half = cfg.qk_rope_head_dim // 2
     pair = np.arange(half, dtype=np.float64)

@@ -1,0 +1,188 @@
+"""Whether a file's tensors fit a configuration: type, presence, shape, tiling, and that scales and norms are finite."""
+
+import math
+
+import numpy as np
+
+from tmla.errors import GGUFError
+from tmla.gguf_kind import show
+from tmla.tensors import expected_tensors, fold_names
+
+Q8_BLOCK = 32
+Q8_BLOCK_BYTES = 34  # f16 scale, 32 int8
+VECTOR_TYPES = ("F32", "F16", "BF16")
+CHUNK_BLOCKS = 1 << 16  # Q8_0 blocks looked at together: temporaries stay in the cache
+INF_BITS = 0x7C00  # f16 exponent bits; all set means infinite or NaN
+
+
+def check_tensors(gf, cfg, *, matrix_types=("Q8_0",)):
+    """Check every tensor that decoding reads, without reading data.
+
+    Parameters
+    ----------
+    gf : GGUFFile
+    cfg : MLAConfig
+    matrix_types : sequence of str
+        Types that matrices may have. Norms, router, biases and rope factors may always be F32, F16 or BF16.
+
+    Raises
+    ------
+    GGUFError
+        One line. All tensors of an unsupported type are listed at once, likewise all that are missing; then the first
+        of a wrong shape, or whose rows or bytes do not tile into Q8_0 blocks.
+    """
+    specs = expected_tensors(cfg)
+    _check_types(gf, specs, matrix_types)
+    missing = [name for name in specs if name not in gf.tensors]
+    if missing:
+        raise GGUFError(
+            f"{show(gf.name)}: {len(missing)} of the {len(specs)} expected tensors missing: {fold_names(missing)}; "
+            "the file is incomplete or of an unknown structure: download or convert it again"
+        )
+    for name, spec in specs.items():
+        if spec.kind == "matrix":
+            check_matrix(gf, cfg, name, spec, matrix_types)
+        elif tuple(gf.tensors[name].shape) != spec.shape:
+            _refuse_shape(gf, cfg, name, spec)
+    for layer in range(cfg.n_layers):
+        for part in ("k_b", "v_b") if cfg.kv_b_split else ("kv_b",):
+            name = f"blk.{layer}.attn_{part}.weight"
+            check_kv_b(gf, cfg, name, specs[name], matrix_types)
+
+
+def _check_types(gf, specs, matrix_types):
+    unsupported = {}
+    for name, spec in specs.items():
+        info = gf.tensors.get(name)
+        allowed = matrix_types if spec.kind == "matrix" else VECTOR_TYPES
+        if info is not None and info.type not in allowed:
+            unsupported.setdefault(info.type, []).append(name)
+    if unsupported:
+        found = "; ".join(f"{kind}: {fold_names(names)}" for kind, names in sorted(unsupported.items()))
+        n = sum(map(len, unsupported.values()))
+        raise GGUFError(
+            f"{show(gf.name)}: {n} tensor{'s' * (n > 1)} of a type that tmla does not run ({found}), expected "
+            f"{' or '.join(matrix_types)} for matrices and {' or '.join(VECTOR_TYPES)} for norms and routers; "
+            "use a Q8_0 file of the model (llama-quantize makes one)"
+        )
+
+
+def check_matrix(gf, cfg, name, spec, matrix_types=("Q8_0",)):
+    """Check type, shape, block tiling and byte size of one matrix. Raises GGUFError."""
+    info, where = gf.tensors[name], f"{show(gf.name)}: tensor {name!r}"
+    if info.type not in matrix_types:
+        raise GGUFError(f"{where} is {info.type}, expected {' or '.join(matrix_types)}; use a Q8_0 file of the model")
+    if tuple(info.shape) != spec.shape:
+        _refuse_shape(gf, cfg, name, spec)
+    if spec.shape[-1] % Q8_BLOCK:
+        raise GGUFError(
+            f"{where} has rows of {spec.shape[-1]} values, expected a multiple of {Q8_BLOCK}: they do not tile into "
+            "Q8_0 blocks, tmla cannot run this model"
+        )
+    n_bytes = math.prod(spec.shape) // Q8_BLOCK * Q8_BLOCK_BYTES
+    if info.type == "Q8_0" and info.n_bytes != n_bytes:
+        raise GGUFError(
+            f"{where} has {info.n_bytes} bytes, expected {n_bytes} for Q8_0 {list(spec.shape)}; the header is damaged: "
+            "download or convert the file again"
+        )
+
+
+def check_kv_b(gf, cfg, name, spec, matrix_types=("Q8_0",)):
+    """Check one `kv_b`, `k_b` or `v_b` tensor by itself, before any kernel indexes it in place.
+
+    Raises
+    ------
+    GGUFError
+        Type, shape, block tiling or byte size, or more values than 32-bit indices reach.
+    """
+    check_matrix(gf, cfg, name, spec, matrix_types)
+    n_values = math.prod(spec.shape)
+    if n_values >= 2**31:
+        raise GGUFError(
+            f"{show(gf.name)}: tensor {name!r} has {n_values} values, expected under 2**31, as kernels index it with "
+            "32 bits; tmla cannot run this model"
+        )
+
+
+def _refuse_shape(gf, cfg, name, spec):
+    widths = {
+        "D": cfg.dim, "H": cfg.n_heads, "C": cfg.kv_lora_rank, "N": cfg.qk_nope_head_dim, "R": cfg.qk_rope_head_dim,
+        "V": cfg.v_head_dim, "q_lora": cfg.q_lora_rank, "F": cfg.ffn_dim, "E": cfg.n_experts,
+        "expert F": cfg.expert_ffn_dim, "shared F": cfg.shared_ffn_dim,
+    }  # fmt: skip
+    told = ", ".join(f"{letter} {width}" for letter, width in widths.items() if width)
+    raise GGUFError(
+        f"{show(gf.name)}: tensor {name!r} has shape {list(gf.tensors[name].shape)}, expected {list(spec.shape)} from "
+        f"the metadata ({told}); re-convert the model"
+    )
+
+
+def check_finite(gf, cfg, *, progress=None):
+    """Look at every Q8_0 scale and every norm, router and bias value that decoding reads: streams over the whole file.
+
+    Parameters
+    ----------
+    gf : GGUFFile
+        Passed by :func:`check_tensors`.
+    cfg : MLAConfig
+    progress : callable, optional
+        Called as ``progress(done_bytes, total_bytes)`` after each tensor.
+
+    Raises
+    ------
+    GGUFError
+        Names the first tensor with a value that is NaN or infinite, and its row and block, or index.
+    """
+    names = expected_tensors(cfg)
+    done, total = 0, sum(gf.tensors[name].n_bytes for name in names)
+    for name in names:
+        check_finite_tensor(gf, name)
+        done += gf.tensors[name].n_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def check_finite_tensor(gf, name):
+    """Check the block scales of a Q8_0 tensor, or the values of an F32, F16 or BF16 one. Raises GGUFError."""
+    info = gf.tensors[name]
+    if info.type == "Q8_0":
+        block = first_nonfinite_block(gf.raw(name))
+        if block is None:
+            return
+        *row, column = np.unravel_index(block, (*info.shape[:-1], info.shape[-1] // Q8_BLOCK))
+        what = f"the scale of row {_index(row)}, block {column}"
+        value = gf.raw(name)[block * Q8_BLOCK_BYTES :][:2].view("<f2")[0]
+    elif info.type in VECTOR_TYPES:
+        values = gf.array(name)
+        bad = np.argwhere(~np.isfinite(values))
+        if not len(bad):
+            return
+        what, value = f"value {_index(bad[0])}", values[tuple(bad[0])]
+    else:
+        return  # a type without f16 scales up front; what makes numbers of it has to look
+    raise GGUFError(
+        f"{show(gf.name)}: tensor {name!r}: {what} is {float(value)}, expected a finite number; the weights are "
+        "damaged: download or convert the file again"
+    )
+
+
+def _index(numbers):
+    return ", ".join(str(int(i)) for i in numbers)
+
+
+def first_nonfinite_block(raw):
+    """Return the index of the first Q8_0 block whose scale is NaN or infinite, or None.
+
+    Parameters
+    ----------
+    raw : np.ndarray, u8 [n_blocks * 34]
+        Data of a Q8_0 tensor, contiguous; only the scales are looked at.
+    """
+    scales = raw.view("<u2").reshape(-1, Q8_BLOCK_BYTES // 2)[:, 0]
+    bits = np.empty(min(CHUNK_BLOCKS, scales.size), np.uint16)
+    for start in range(0, scales.size, CHUNK_BLOCKS):
+        part = scales[start : start + CHUNK_BLOCKS]
+        exponent = np.bitwise_and(part, INF_BITS, out=bits[: part.size])
+        if exponent.max() == INF_BITS:
+            return start + int(exponent.argmax())
+    return None
