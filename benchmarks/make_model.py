@@ -34,7 +34,7 @@ def _seed_of(seed: int, name: str) -> np.random.SeedSequence:
 
 
 def q8_0_chunks(shape: tuple[int, ...], gain, seed: np.random.SeedSequence):
-    """Yield u8 [n, 34] arrays (one buffer, reused) of random Q8_0 blocks that fill a tensor.
+    """Yield u8 [n, 34] arrays of random Q8_0 blocks that fill a tensor.
 
     Parameters
     ----------
@@ -49,23 +49,23 @@ def q8_0_chunks(shape: tuple[int, ...], gain, seed: np.random.SeedSequence):
     Each block's largest value is +-127, as a quantiser leaves it, so dequantising and quantising again gives the
     same bytes.
     """
-    row_blocks = shape[-1] // BLOCK
-    n_blocks = int(np.prod(shape, dtype=np.int64)) // BLOCK
-    base = np.asarray(gain, np.float64) / (shape[-1] ** 0.5 * QUANT_STD * SCALE_STD)
+    row_blocks, width = shape[-1] // BLOCK, BLOCK + 2
+    n_blocks = math.prod(shape) // BLOCK
+    base = np.asarray(gain, np.float32) / np.float32(shape[-1] ** 0.5 * QUANT_STD * SCALE_STD)
     bits = np.random.Generator(np.random.SFC64(seed))
-    buffer = np.empty((min(CHUNK_BLOCKS, n_blocks), BLOCK + 2), np.uint8)
     for start in range(0, n_blocks, CHUNK_BLOCKS):
         n = min(CHUNK_BLOCKS, n_blocks - start)
-        words = bits.integers(0, 2**64 - 1, n * (BLOCK // 8), np.uint64, endpoint=True)
+        words = bits.integers(0, 2**64 - 1, -(-n * width // 8), np.uint64, endpoint=True)
+        out = words.view(np.uint8)[: n * width]
+        np.add(out, (out == 128).view(np.uint8), out=out)  # -128 becomes -127
         extra = bits.integers(0, 2**32 - 1, n, np.uint32, endpoint=True)
-        out = buffer[:n]
-        np.maximum(words.view(np.int8).reshape(n, BLOCK), -127, out=out[:, 2:].view(np.int8))
         column, sign = (extra >> 16) & (BLOCK - 1), (extra >> 21) & 1
-        out[np.arange(n), 2 + column] = np.where(sign, 127, 129)  # 129 = -127 as a byte
-        scale = base if base.ndim == 0 else base[np.arange(start, start + n) // row_blocks]
-        d = scale * (0.5 + (extra & 0xFFFF) / 65536.0)
-        out[:, :2] = d.astype("<f2").view(np.uint8).reshape(n, 2)
-        yield out
+        out[np.arange(2, n * width, width, dtype=np.intp) + column] = (127 + 2 * sign).astype(np.uint8)  # 129 is -127
+        d = (extra & 0xFFFF).astype(np.float32) / 65536 + np.float32(0.5)
+        out.view("<f2")[:: width // 2] = d * (
+            base if base.ndim == 0 else base[np.arange(start, start + n) // row_blocks]
+        )
+        yield out.reshape(n, width)
 
 
 def vector_values(v: model_plan.Vector, seed: np.random.SeedSequence) -> np.ndarray:
