@@ -7,7 +7,7 @@ os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")  # read when taichi is 
 from tmla.errors import BackendError, ContextError, GGUFError, NumericsError, TmlaError
 
 __version__ = "0.1.0"
-__all__ = ["BackendError", "ContextError", "GGUFError", "NumericsError", "TmlaError", "__version__", "Model", "load"]
+__all__ = ["BackendError", "ContextError", "GGUFError", "Model", "NumericsError", "TmlaError", "__version__", "load"]
 
 
-from tmla.model import Model, load  # noqa: E402
+from tmla.model import Model, load

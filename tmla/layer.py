@@ -6,7 +6,7 @@ those who want to look at what lies between, and for the tests that compare the 
 
 import taichi as ti
 
-from tmla.stages import absorb, attention, ffn, kv_a, linear, norm, rope, router, v_combine
+from tmla.stages import absorb, argmax, attention, ffn, kv_a, linear, norm, rope, router, v_combine
 from tmla.stages.embed import embed_body
 
 
@@ -59,6 +59,22 @@ def begin(g: ti.template(), s: ti.template(), token: ti.i32, pos: ti.i32):
     """Set the position and put the token's embedding into the residual."""
     s.pos[0] = pos
     embed_body(g.embd_q, g.embd_d, token, g.embd_scale, s.x)
+
+
+@ti.kernel
+def begin_next(g: ti.template(), s: ti.template(), keep: ti.i32):
+    """As :func:`begin`, for the greedy choice behind the last logits; the id is kept in ``s.chosen[keep]``."""
+    argmax.argmax_body(s.logits, s.n_choice, s.token)
+    s.chosen[keep] = s.token[0]
+    s.pos[0] = s.pos[0] + 1
+    embed_body(g.embd_q, g.embd_d, s.token[0], g.embd_scale, s.x)
+
+
+@ti.kernel
+def choose(s: ti.template(), keep: ti.i32):
+    """Greedy choice alone: the last of a run of tokens is chosen and not decoded."""
+    argmax.argmax_body(s.logits, s.n_choice, s.token)
+    s.chosen[keep] = s.token[0]
 
 
 @ti.kernel

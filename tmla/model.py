@@ -6,9 +6,10 @@ import weakref
 
 import numpy as np
 
-from tmla import config, layer, runtime, state, weights
-from tmla.errors import ContextError, NumericsError
+from tmla import config, layer, memory, runtime, state, weights
+from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.runtime import counter
+from tmla.tokenizer import Tokenizer
 
 MAX_SPLITS = {"cpu": 8}
 
@@ -28,8 +29,9 @@ class Model:
         Bytes: ``weights``, ``cache``, ``scratch``, ``total``.
     """
 
-    def __init__(self, gf, cfg, caps, n_ctx, cache_dtype, progress=None):
-        self.config, self.file, self.arch = cfg, gf, caps.arch
+    def __init__(self, gf, cfg, tokenizer, caps, n_ctx, cache_dtype, progress=None):
+        self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
+        self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
         plan = weights.make_plan(cfg, n_ctx, cache_dtype, caps.layout)
         pools = [runtime.FieldPool() for _ in range(3)]
@@ -38,7 +40,8 @@ class Model:
         weight_pool, cache_pool, scratch_pool = pools
         self._globals = weights.Globals(plan, cfg, weight_pool)
         self._segments = [weights.Segment(p, cfg, weight_pool, cache_pool) for p in plan.segments]
-        self._state = state.State(cfg, n_ctx, scratch_pool, MAX_SPLITS[caps.arch])
+        self._state = state.State(cfg, n_ctx, scratch_pool, MAX_SPLITS[caps.arch], min(cfg.n_vocab, tokenizer.n_vocab))
+        self._last_token = -1
         weights.load_weights(gf, cfg, plan, self._segments, self._globals, progress)
         self.memory = {
             "weights": weight_pool.n_bytes,
@@ -97,6 +100,41 @@ class Model:
         last = self._read_logits()
         return np.stack([*rows, last]) if all_logits else last
 
+    def decode_greedy(self, token: int, n: int) -> list[int]:
+        """Feed `token` and go on greedily: the next `n` ids, read back at most every 64 tokens.
+
+        Parameters
+        ----------
+        token : int
+            Last token that was not fed yet.
+        n : int
+            Ids wanted. All but the last are fed too: :attr:`n_past` grows by `n`.
+
+        Raises
+        ------
+        ContextError
+            Fewer than `n` positions are free.
+        """
+        self._check([token] * n)
+        out: list[int] = []
+        self._step(int(token))
+        while len(out) < n:
+            run = min(n - len(out), state.MAX_CHOSEN)
+            for i in range(run):
+                if len(out) + i + 1 == n:
+                    layer.choose(self._state, i)
+                    counter.launches += 1
+                else:
+                    layer.begin_next(self._globals, self._state, i)
+                    counter.launches += 1
+                    self._layers()
+                    self._head()
+                    self.n_past += 1
+            out += self._state.chosen.to_numpy()[:run].tolist()
+            counter.readbacks += 1
+        self._last_token = out[-2] if n > 1 else int(token)
+        return out
+
     def reset(self) -> None:
         """Forget everything."""
         self.n_past = 0
@@ -129,16 +167,23 @@ class Model:
 
     def _step(self, token: int, logits: bool = True) -> None:
         """Decode one token; its logits stay on the device."""
-        s = self._state
-        layer.begin(self._globals, s, token, self.n_past)
+        layer.begin(self._globals, self._state, token, self.n_past)
+        counter.launches += 1
+        self._layers()
+        if logits:
+            self._head()
+        self._last_token = token
+        self.n_past += 1
+
+    def _layers(self) -> None:
         for seg in self._segments:
             for i in range(seg.n):
-                layer.layer_fused(seg, s, i)
-        counter.launches += 1 + self.config.n_layers
-        if logits:
-            layer.head(self._globals, s)
-            counter.launches += 1
-        self.n_past += 1
+                layer.layer_fused(seg, self._state, i)
+        counter.launches += self.config.n_layers
+
+    def _head(self) -> None:
+        layer.head(self._globals, self._state)
+        counter.launches += 1
 
     def _read_logits(self) -> np.ndarray:
         out = self._state.logits.to_numpy()[0]
@@ -148,8 +193,30 @@ class Model:
         return out
 
     def _raise_not_finite(self) -> None:
-        pos = self.n_past - 1
-        raise NumericsError(f"logits are not finite at position {pos}")
+        """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
+        last = self.n_past - 1
+        first = None
+        for seg in self._segments:
+            bad = ~np.isfinite(seg.cache.to_numpy()[:, : self.n_past]).all(axis=2)
+            for i, row in enumerate(bad):
+                if row.any() and (first is None or int(np.argmax(row)) < first[0]):
+                    first = (int(np.argmax(row)), seg.first + i)
+        if first is None or first[0] == last:
+            first = (last, self._first_layer_not_finite(last))
+        where = f"layer {first[1]}" if first[1] is not None else "the head"
+        raise NumericsError(
+            f"{self.file.name}: logits are not finite: the first fault is at position {first[0]}, in {where}; if the file "
+            "is sound (tmla check), values may exceed f16: load with cache_dtype='f32'"
+        )
+
+    def _first_layer_not_finite(self, pos: int) -> int | None:
+        layer.begin(self._globals, self._state, self._last_token, pos)
+        for seg in self._segments:
+            for i in range(seg.n):
+                layer.layer_fused(seg, self._state, i)
+                if not np.isfinite(self._state.x.to_numpy()).all():
+                    return seg.first + i
+        return None
 
 
 def _free_pools(pools) -> None:
@@ -157,12 +224,79 @@ def _free_pools(pools) -> None:
         pool.destroy()
 
 
-def load(path, *, arch=None, n_ctx=4096, cache_dtype="f16", overrides=None, progress=None, threads=None) -> Model:
-    """Load a DeepSeek-style GGUF model."""
-    gf, cfg = config.open_checked(os.fspath(path), overrides=overrides)
-    config.check_finite(gf, cfg)
-    caps = runtime.init(arch, threads=threads)
+def load(
+    path,
+    *,
+    arch: str | None = None,
+    n_ctx: int | str = 4096,
+    cache_dtype: str = "f16",
+    overrides: dict | None = None,
+    progress=None,
+    threads: int | None = None,
+) -> Model:
+    """Load a DeepSeek-style GGUF model.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16.
+    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
+        Backend. Default "metal" on macOS, else "cpu"; never replaced by another.
+    n_ctx : int or "max"
+        Positions the latent cache holds, ``L * (C + R)`` values each. "max": the trained context, or as much of it as
+        fits the memory.
+    cache_dtype : {"f16", "f32"}
+        Storage of the cache; all arithmetic is f32.
+    overrides : dict, optional
+        Metadata keys to replace or add: ``{"deepseek2.expert_gating_func": 2}``.
+    progress : callable, optional
+        Called with (done_bytes, total_bytes) while weights are copied.
+    threads : int, optional
+        CPU threads; counts for the first model of a process.
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    GGUFError
+        The file is damaged, a key or tensor is missing, a shape disagrees with the metadata, a type is not supported, or
+        scales or norms are not finite.
+    BackendError
+        `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
+        memory does not suffice.
+    """
+    if cache_dtype not in ("f16", "f32"):
+        raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
     start = time.perf_counter()
-    model = Model(gf, cfg, caps, n_ctx, cache_dtype, progress)
+    gf, cfg = config.open_checked(os.fspath(path), overrides=overrides)
+    try:
+        tokenizer = Tokenizer.from_gguf(gf)
+        config.check_finite(gf, cfg)
+        caps = runtime.init(arch, threads=threads)
+        model = Model(
+            gf, cfg, tokenizer, caps, fit_n_ctx(gf.name, cfg, n_ctx, cache_dtype, caps), cache_dtype, progress
+        )
+    except BaseException:
+        gf.close()
+        raise
     model.load_s = time.perf_counter() - start
     return model
+
+
+def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
+    """Check that weights, cache and scratch fit the memory; resolve "max"."""
+    plan = weights.make_plan(cfg, 1, cache_dtype, caps.layout)
+    per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
+    available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
+    limit = weights.largest_cache(cfg, cache_dtype)
+    if n_ctx == "max":
+        fits = min(cfg.context_length, limit)
+        if available is not None:
+            fits = memory.largest_n_ctx(plan.weight_bytes, per_position, fits, available)
+        n_ctx = max(1, fits)
+    if not isinstance(n_ctx, int) or n_ctx < 1:
+        raise ContextError(f"n_ctx is {n_ctx!r}, expected a positive number or 'max'")
+    memory.check_fits(name, n_ctx, plan.weight_bytes, per_position, available)
+    return n_ctx

@@ -7,6 +7,8 @@ from tmla.config import MLAConfig
 from tmla.runtime import FieldPool
 from tmla.stages.attention import TILE
 
+MAX_CHOSEN = 64  # greedy tokens between two read-backs
+
 
 class RouterScratch:
     """Scores and choice of one token: see :func:`tmla.stages.router.router`."""
@@ -39,14 +41,18 @@ class State:
 
     ``x`` [1, D] residual, ``xn`` [1, D] normalised, ``q`` [1, H, N + R] queries, ``qa`` [1, H, C + R] fused queries,
     ``mix`` [H, C] latent mix, ``o`` [1, H * V] heads' values, ``hidden`` [1, K * Fe + Fs], ``logits`` [1, n_vocab];
-    ``rope`` [T, R/2, 2], ``scale`` [T] score scale; ``pos`` [1] the position of the token being decoded.
+    ``rope`` [T, R/2, 2], ``scale`` [T] score scale; ``pos`` [1] the position of the token being decoded; ``token`` [1] the
+    last greedy choice, ``chosen`` [MAX_CHOSEN] those of a run, among the first ``n_choice`` ids.
     """
 
     _data_oriented = True
 
-    def __init__(self, cfg: MLAConfig, n_ctx: int, pool: FieldPool, n_splits: int):
+    def __init__(self, cfg: MLAConfig, n_ctx: int, pool: FieldPool, n_splits: int, n_choice: int):
         h, c = cfg.n_heads, cfg.kv_lora_rank
         self.pos = pool.field(ti.i32, (1,))
+        self.token = pool.field(ti.i32, (1,))
+        self.chosen = pool.field(ti.i32, (MAX_CHOSEN,))
+        self.n_choice = n_choice
         self.x = pool.field(ti.f32, (1, cfg.dim))
         self.xn = pool.field(ti.f32, (1, cfg.dim))
         self.q_low = pool.field(ti.f32, (1, max(1, cfg.q_lora_rank)))
@@ -64,3 +70,8 @@ class State:
         self.scale = pool.field(ti.f32, (n_ctx,))
         self.rope.from_numpy(cfg.rope_table(n_ctx))
         self.scale.from_numpy((cfg.softmax_scale * cfg.temperature_table(n_ctx).astype(np.float64)).astype(np.float32))
+
+
+def table_bytes_per_position(cfg: MLAConfig) -> int:
+    """Bytes of the rope and scale tables for one position."""
+    return 4 * (cfg.qk_rope_head_dim + 1)

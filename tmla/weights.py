@@ -185,6 +185,11 @@ def _layers_that_fit(name: str, field: tuple, max_field: int, n_ctx: int) -> int
     return max_field // one
 
 
+def largest_cache(cfg: MLAConfig, cache_dtype: str, max_field: int = MAX_FIELD) -> int:
+    """Most positions that one layer's cache field can hold."""
+    return max_field // cfg.cache_row_bytes(cache_dtype)
+
+
 class Segment:
     """Fields and constants of consecutive layers, as the layer kernels see them."""
 
@@ -200,9 +205,11 @@ class Segment:
         self.half_pairs = cfg.rope_pairs == "half"
         self.eps, self.residual_scale = cfg.rms_eps, cfg.residual_scale
         self.gated = cfg.ffn_act == "swiglu"
+        self.common_ffn_dim = cfg.shared_ffn_dim if plan.moe else cfg.ffn_dim
+        if not self.gated and self.common_ffn_dim:
+            self.gate_q, self.gate_d = self.up_q, self.up_d  # a kernel argument needs some field; never read
         self.n_used = cfg.n_experts_used if plan.moe else 0
         self.expert_ffn_dim = cfg.expert_ffn_dim if plan.moe else 0
-        self.common_ffn_dim = cfg.shared_ffn_dim if plan.moe else cfg.ffn_dim
         self.routing = Routing(
             n_used=self.n_used,
             sigmoid=cfg.gating == "sigmoid",
@@ -331,5 +338,3 @@ def load_weights(gf, cfg: MLAConfig, plan: Plan, segments, globals_, progress=No
         for i in range(seg.n):
             for name, role in roles.items():
                 put(role, f"blk.{seg.first + i}.", seg, name, i)
-
-

@@ -16,7 +16,15 @@ from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value
 
 @ti.func
 def absorb_unsplit_body(
-    w_q: ti.template(), w_d: ti.template(), layer, q: ti.template(), n_nope, n_v, scale: ti.template(), pos, qa: ti.template()
+    w_q: ti.template(),
+    w_d: ti.template(),
+    layer,
+    q: ti.template(),
+    n_nope,
+    n_v,
+    scale: ti.template(),
+    pos,
+    qa: ti.template(),
 ):
     n_block = ti.static(w_d.shape[2])
     for hb in range(q.shape[1] * n_block):
@@ -32,7 +40,16 @@ def absorb_unsplit_body(
 
 
 @ti.func
-def absorb_split_body(w_q: ti.template(), w_d: ti.template(), layer, q: ti.template(), n_latent, scale: ti.template(), pos, qa: ti.template()):
+def absorb_split_body(
+    w_q: ti.template(),
+    w_d: ti.template(),
+    layer,
+    q: ti.template(),
+    n_latent,
+    scale: ti.template(),
+    pos,
+    qa: ti.template(),
+):
     for hc in range(q.shape[1] * n_latent):
         h, c = hc // n_latent, hc % n_latent
         acc = 0.0

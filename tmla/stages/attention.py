@@ -52,7 +52,9 @@ def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), s, scor
 
 
 @ti.func
-def _tile_softmax(s, n, first, scores: ti.template(), part_m: ti.template(), part_l: ti.template(), part_r: ti.template()):
+def _tile_softmax(
+    s, n, first, scores: ti.template(), part_m: ti.template(), part_l: ti.template(), part_r: ti.template()
+):
     """Turn a tile's scores into weights relative to the running maximum; leave the rescale factor in part_r."""
     for h in range(scores.shape[1]):
         m_old = NEG_INF

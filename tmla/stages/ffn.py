@@ -18,7 +18,16 @@ def silu(v):
 
 
 @ti.func
-def activation(w: ti.template(), gate_q: ti.template(), gate_d: ti.template(), up_q: ti.template(), up_d: ti.template(), layer, row, x: ti.template()):
+def activation(
+    w: ti.template(),
+    gate_q: ti.template(),
+    gate_d: ti.template(),
+    up_q: ti.template(),
+    up_d: ti.template(),
+    layer,
+    row,
+    x: ti.template(),
+):
     """One activation: row `row` of gate and up against the normalised residual."""
     n_block = ti.static(up_d.shape[2])
     up = row_dot_q8(up_q, up_d, layer, row, x, 0, 0, n_block)
@@ -31,7 +40,9 @@ def activation(w: ti.template(), gate_q: ti.template(), gate_d: ti.template(), u
 
 
 @ti.func
-def ffn_up_body(w: ti.template(), layer, x: ti.template(), expert: ti.template(), weight: ti.template(), hidden: ti.template()):
+def ffn_up_body(
+    w: ti.template(), layer, x: ti.template(), expert: ti.template(), weight: ti.template(), hidden: ti.template()
+):
     """hidden[0, i] for all K * Fe + Fs activations."""
     n_routed = ti.static(w.n_used * w.expert_ffn_dim)
     for i in range(n_routed + w.common_ffn_dim):
@@ -64,12 +75,21 @@ def ffn_down_body(w: ti.template(), layer, scale, expert: ti.template(), hidden:
 
 
 @ti.kernel
-def _ffn_up(w: ti.template(), layer: ti.i32, x: ti.template(), expert: ti.template(), weight: ti.template(), hidden: ti.template()):
+def _ffn_up(
+    w: ti.template(),
+    layer: ti.i32,
+    x: ti.template(),
+    expert: ti.template(),
+    weight: ti.template(),
+    hidden: ti.template(),
+):
     ffn_up_body(w, layer, x, expert, weight, hidden)
 
 
 @ti.kernel
-def _ffn_down(w: ti.template(), layer: ti.i32, scale: ti.f32, expert: ti.template(), hidden: ti.template(), x: ti.template()):
+def _ffn_down(
+    w: ti.template(), layer: ti.i32, scale: ti.f32, expert: ti.template(), hidden: ti.template(), x: ti.template()
+):
     ffn_down_body(w, layer, scale, expert, hidden, x)
 
 

@@ -12,9 +12,7 @@ def kv_a_body(w_q: ti.template(), w_d: ti.template(), layer, x: ti.template(), c
 
 
 @ti.kernel
-def _kv_a(
-    w_q: ti.template(), w_d: ti.template(), layer: ti.i32, x: ti.template(), cache: ti.template(), pos: ti.i32
-):
+def _kv_a(w_q: ti.template(), w_d: ti.template(), layer: ti.i32, x: ti.template(), cache: ti.template(), pos: ti.i32):
     kv_a_body(w_q, w_d, layer, x, cache, pos)
 
 

@@ -1,0 +1,79 @@
+"""Fixtures: the backend under test, seeded random numbers, fields, poisoned outputs, the oracle files.
+
+``TMLA_TEST_ARCH`` picks the backend (default: Metal on macOS, else CPU); ``TMLA_ORACLE`` the oracle folder.
+"""
+
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import taichi as ti
+
+from tmla import runtime
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def oracle_dir() -> pathlib.Path:
+    """Folder of the oracle files, which may not exist."""
+    return pathlib.Path(os.environ.get("TMLA_ORACLE", ROOT.parent / "shared" / "oracle"))
+
+
+def test_arch() -> str:
+    """Backend the suite runs on."""
+    return os.environ.get("TMLA_TEST_ARCH") or runtime.default_arch()
+
+
+@pytest.fixture(scope="session")
+def oracle() -> pathlib.Path:
+    path = oracle_dir()
+    if not (path / "dsv2_mini.gguf").exists():
+        pytest.skip("the oracle files are not beside this checkout; set TMLA_ORACLE to their folder")
+    return path
+
+
+@pytest.fixture(scope="session")
+def arch() -> str:
+    """Start the backend under test and give its name."""
+    return runtime.init(test_arch()).arch
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20)
+
+
+class FieldFactory:
+    """Makes fields that are freed when the test ends."""
+
+    def __init__(self):
+        self.pool = runtime.FieldPool()
+
+    def __call__(self, array: np.ndarray, dtype=None):
+        """Field with the values of an array; dtype by the array's unless given."""
+        types = {"float32": ti.f32, "float16": ti.f16, "uint8": ti.u8, "int32": ti.i32, "uint32": ti.u32}
+        out = self.pool.field(dtype or types[array.dtype.name], array.shape)
+        out.from_numpy(array)
+        return out
+
+    def poisoned(self, *shape: int, dtype=ti.f32):
+        """Field full of NaN (integers: of -7777)."""
+        out = self.pool.field(dtype, shape)
+        out.fill(float("nan") if dtype in (ti.f32, ti.f16) else -7777)
+        return out
+
+
+@pytest.fixture
+def field(arch):
+    factory = FieldFactory()
+    yield factory
+    factory.pool.destroy()
+
+
+def random_q8(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random Q8_0 values: u8 quants [..., I] and f16 scales [..., I/32] with values around 1/sqrt(I)."""
+    w_q = rng.integers(-127, 128, shape).astype(np.int8).view(np.uint8)
+    spread = 1.0 / (70.0 * np.sqrt(shape[-1]))
+    w_d = (rng.uniform(0.5, 1.5, (*shape[:-1], shape[-1] // 32)) * spread).astype(np.float16)
+    return w_q, w_d
