@@ -27,7 +27,7 @@ __all__ = ["GGUFFile", "TensorInfo", "open_gguf", "parse_override", "q8_0_dequan
 Q8_BLOCK = 32  # values that share one f16 scale
 Q8_BLOCK_BYTES = 34  # f16 scale, then 32 int8 quants
 
-_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<ext>\.gguf)", re.S | re.I | re.A)
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<ext>(?i:\.gguf))", re.S | re.A)
 
 
 class GGUFFile:
@@ -157,7 +157,9 @@ def q8_0_dequantize(blocks: np.ndarray) -> np.ndarray:
     """Values of Q8_0 blocks, u8 [..., 34] -> f32 [..., 32]: scale times quant, in f32."""
     quants, scales = q8_0_split(blocks)
     with np.errstate(all="ignore"):
-        return quants.view(np.int8).astype(np.float32) * scales.astype(np.float32)[..., None]
+        out = quants.view(np.int8).astype(np.float32)
+        out *= scales.astype(np.float32)[..., None]
+    return out
 
 
 def open_gguf(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | None = None) -> GGUFFile:
@@ -185,15 +187,16 @@ def open_gguf(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | No
     first = scan(path)
     count = first.metadata.get("split.count", 0)
     match = _SHARD_NAME.fullmatch(path.name)
+    named = (int(match["no"]), int(match["count"])) if match else (0, 0)
     if type(count) is int and count in (0, 1):  # llama-gguf-split --merge leaves a 0
-        if match and int(match["count"]) > 1:
+        if named[1] > 1:
             note = (
-                f"{show(path.name)}: named like shard {int(match['no'])} of {int(match['count'])}, but without the "
+                f"{show(path.name)}: named like shard {named[0]} of {named[1]}, but without the "
                 "metadata of a shard (split.count): opened by itself"
             )
             first = dataclasses.replace(first, notes=(*first.notes, note))
         return GGUFFile(path, [first], overrides)
-    if match is None or type(count) is not int or int(match["count"]) != count:
+    if match is None or named[1:] != (count,) or not 1 <= named[0] <= named[1]:
         raise GGUFError(
             f"{show(path.name)}: is one of {show(count)} shards (split.count), expected a name that ends in "
             f"-00001-of-{show(count):0>5}.gguf; give the shards the names they were published with"
