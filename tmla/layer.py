@@ -13,7 +13,6 @@ from tmla.stages.embed import embed_body
 @ti.func
 def attention_block(w: ti.template(), s: ti.template(), layer):
     """The MLA block: x += W_o attention(norm(x))."""
-    pos = s.pos[0]
     norm.rms_norm_body(s.x, w.attn_norm, layer, w.eps, s.xn)
     if ti.static(w.has_q_lora):
         linear.matvec_q8_body(w.q_a_q, w.q_a_d, layer, s.xn, s.q_low)
@@ -21,19 +20,19 @@ def attention_block(w: ti.template(), s: ti.template(), layer):
         linear.matvec_q8_heads_body(w.q_q, w.q_d, layer, s.q_low_n, s.q)
     else:
         linear.matvec_q8_heads_body(w.q_q, w.q_d, layer, s.xn, s.q)
-    rope.rope_body(s.q, 0, 0, s.q.shape[1], w.n_nope, s.rope, pos, w.half_pairs)
-    kv_a.kv_a_body(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, pos)
-    norm.latent_norm_body(w.cache, layer, pos, w.kv_a_norm, w.eps)
-    rope.rope_body(w.cache, layer, pos, 1, w.n_latent, s.rope, pos, w.half_pairs)
+    rope.rope_heads_body(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
+    kv_a.kv_a_body(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, s.pos)
+    norm.latent_norm_body(w.cache, layer, s.pos, w.kv_a_norm, w.eps)
+    rope.rope_cache_body(w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
     if ti.static(w.split):
-        absorb.absorb_split_body(w.k_q, w.k_d, layer, s.q, w.n_latent, s.scale, pos, s.qa)
+        absorb.absorb_split_body(w.k_q, w.k_d, layer, s.q, w.n_latent, s.scale, s.pos, s.qa)
     else:
-        absorb.absorb_unsplit_body(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, pos, s.qa)
-    absorb.absorb_pe_body(s.q, w.n_nope, w.n_latent, s.scale, pos, s.qa)
+        absorb.absorb_unsplit_body(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, s.pos, s.qa)
+    absorb.absorb_pe_body(s.q, w.n_nope, w.n_latent, s.scale, s.pos, s.qa)
     attention.attention_body(
-        w.cache, layer, pos + 1, s.qa, s.attn.scores, s.attn.part_m, s.attn.part_l, s.attn.part_r, s.attn.part
+        w.cache, layer, s.pos, s.qa, s.attn.scores, s.attn.part_m, s.attn.part_l, s.attn.part_r, s.attn.part
     )
-    v_combine.join_splits_body(pos + 1, s.attn.part_m, s.attn.part_l, s.attn.part, s.mix)
+    v_combine.join_splits_body(s.pos, s.attn.part_m, s.attn.part_l, s.attn.part, s.mix)
     v_combine.v_combine_body(w.v_q, w.v_d, layer, w.v_stride, w.v_offset, s.mix, s.o)
     linear.matvec_q8_add_body(w.attn_out_q, w.attn_out_d, layer, w.residual_scale, s.o, s.x)
 
@@ -85,7 +84,7 @@ def head(g: ti.template(), s: ti.template()):
         s.logits[0, o] = g.logit_scale * linear.row_dot_q8(g.head_q, g.head_d, 0, o, s.xn, 0, 0, g.head_d.shape[2])
 
 
-def layer_stages(w, s, layer, pos):
+def layer_stages(w, s, layer):
     """The same layer, one kernel per stage."""
     norm.rms_norm(s.x, w.attn_norm, layer, w.eps, s.xn)
     if w.has_q_lora:
@@ -94,13 +93,13 @@ def layer_stages(w, s, layer, pos):
         linear.matvec_q8_heads(w.q_q, w.q_d, layer, s.q_low_n, s.q)
     else:
         linear.matvec_q8_heads(w.q_q, w.q_d, layer, s.xn, s.q)
-    rope.rope(s.q, 0, 0, s.q.shape[1], w.n_nope, s.rope, pos, w.half_pairs)
-    kv_a.kv_a(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, pos)
-    norm.latent_norm(w.cache, layer, pos, w.kv_a_norm, w.eps)
-    rope.rope(w.cache, layer, pos, 1, w.n_latent, s.rope, pos, w.half_pairs)
-    absorb.absorb(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, pos, s.qa, split=w.split)
-    attention.attention(w.cache, layer, pos + 1, s.qa, s.attn)
-    v_combine.join_splits(pos + 1, s.attn, s.mix)
+    rope.rope_heads(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
+    kv_a.kv_a(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, s.pos)
+    norm.latent_norm(w.cache, layer, s.pos, w.kv_a_norm, w.eps)
+    rope.rope_cache(w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
+    absorb.absorb(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, s.pos, s.qa, split=w.split)
+    attention.attention(w.cache, layer, s.pos, s.qa, s.attn)
+    v_combine.join_splits(s.pos, s.attn, s.mix)
     v_combine.v_combine(w.v_q, w.v_d, layer, w.v_stride, w.v_offset, s.mix, s.o)
     linear.matvec_q8_add(w.attn_out_q, w.attn_out_d, layer, w.residual_scale, s.o, s.x)
     norm.rms_norm(s.x, w.ffn_norm, layer, w.eps, s.xn)

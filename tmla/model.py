@@ -11,7 +11,7 @@ from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.runtime import counter
 from tmla.tokenizer import Tokenizer
 
-MAX_SPLITS = {"cpu": 8}
+MAX_SPLITS = {"cpu": 8, "vulkan": 8, "cuda": 8, "metal": 8}
 
 
 class Model:

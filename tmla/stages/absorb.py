@@ -23,7 +23,7 @@ def absorb_unsplit_body(
     n_nope,
     n_v,
     scale: ti.template(),
-    pos,
+    pos: ti.template(),
     qa: ti.template(),
 ):
     n_block = ti.static(w_d.shape[2])
@@ -36,7 +36,7 @@ def absorb_unsplit_body(
             for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
                 acc[j] += s * q8_value(w_q, layer, row, b * Q8_BLOCK + j)
         for j in range(Q8_BLOCK):
-            qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos]
+            qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
 
 
 @ti.func
@@ -47,7 +47,7 @@ def absorb_split_body(
     q: ti.template(),
     n_latent,
     scale: ti.template(),
-    pos,
+    pos: ti.template(),
     qa: ti.template(),
 ):
     for hc in range(q.shape[1] * n_latent):
@@ -59,15 +59,15 @@ def absorb_split_body(
                 i = b * Q8_BLOCK + j
                 part += q8_value(w_q, layer, hc, i) * q[0, h, i]
             acc += ti.cast(w_d[layer, hc, b], ti.f32) * part
-        qa[0, h, c] = acc * scale[pos]
+        qa[0, h, c] = acc * scale[pos[0]]
 
 
 @ti.func
-def absorb_pe_body(q: ti.template(), n_nope, n_latent, scale: ti.template(), pos, qa: ti.template()):
+def absorb_pe_body(q: ti.template(), n_nope, n_latent, scale: ti.template(), pos: ti.template(), qa: ti.template()):
     ti.loop_config(serialize=True)
     for h in range(q.shape[1]):
         for r in range(q.shape[2] - n_nope):
-            qa[0, h, n_latent + r] = q[0, h, n_nope + r] * scale[pos]
+            qa[0, h, n_latent + r] = q[0, h, n_nope + r] * scale[pos[0]]
 
 
 @ti.kernel
@@ -79,7 +79,7 @@ def _absorb_unsplit(
     n_nope: ti.i32,
     n_v: ti.i32,
     scale: ti.template(),
-    pos: ti.i32,
+    pos: ti.template(),
     qa: ti.template(),
 ):
     absorb_unsplit_body(w_q, w_d, layer, q, n_nope, n_v, scale, pos, qa)
@@ -95,7 +95,7 @@ def _absorb_split(
     n_nope: ti.i32,
     n_latent: ti.i32,
     scale: ti.template(),
-    pos: ti.i32,
+    pos: ti.template(),
     qa: ti.template(),
 ):
     absorb_split_body(w_q, w_d, layer, q, n_latent, scale, pos, qa)
@@ -115,6 +115,7 @@ def absorb(w_q, w_d, layer, q, n_nope, n_v, scale, pos, qa, *, split):
         N and V; V counts only in the unsplit layout.
     scale : ti.Field, f32 [T]
         Score scale of every position (softmax scale times temperature).
+    pos : ti.Field, i32 [1]
     qa : ti.Field, f32 [1, H, C + R]
         Written whole.
     split : bool

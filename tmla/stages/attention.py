@@ -106,7 +106,7 @@ def _tile_values(
 def attention_body(
     cache: ti.template(),
     layer,
-    n_rows,
+    pos: ti.template(),
     qa: ti.template(),
     scores: ti.template(),
     part_m: ti.template(),
@@ -114,11 +114,13 @@ def attention_body(
     part_r: ti.template(),
     part: ti.template(),
 ):
-    for s in range(split_count(n_rows, part.shape[0])):
+    for s in range(part.shape[0]):
+        n_rows = pos[0] + 1
         n_split = split_count(n_rows, part.shape[0])
         n_tile = (n_rows + TILE - 1) // TILE
-        first_tile, end_tile = n_tile * s // n_split, n_tile * (s + 1) // n_split
-        for tile in range(first_tile, end_tile):
+        first_tile = n_tile * ti.min(s, n_split) // n_split
+        end_tile = n_tile * ti.min(s + 1, n_split) // n_split
+        for tile in range(first_tile, end_tile):  # none where s >= n_split
             t0 = tile * TILE
             t1 = ti.min(t0 + TILE, n_rows)
             _tile_scores(cache, layer, t0, t1, qa, s, scores)
@@ -130,7 +132,7 @@ def attention_body(
 def _attention(
     cache: ti.template(),
     layer: ti.i32,
-    n_rows: ti.i32,
+    pos: ti.template(),
     qa: ti.template(),
     scores: ti.template(),
     part_m: ti.template(),
@@ -138,17 +140,16 @@ def _attention(
     part_r: ti.template(),
     part: ti.template(),
 ):
-    attention_body(cache, layer, n_rows, qa, scores, part_m, part_l, part_r, part)
+    attention_body(cache, layer, pos, qa, scores, part_m, part_l, part_r, part)
 
 
-def attention(cache, layer, n_rows, qa, scratch):
-    """Attend from every head to the first `n_rows` cached rows.
+def attention(cache, layer, pos, qa, scratch):
+    """Attend from every head to the first ``pos[0] + 1`` cached rows.
 
     Parameters
     ----------
     cache : ti.Field, f16 or f32 [L, T, C + R]
-    n_rows : int
-        ``pos + 1``, at least 1.
+    pos : ti.Field, i32 [1]
     qa : ti.Field, f32 [1, H, C + R]
         Fused query rows, score scale included.
     scratch : AttentionScratch
@@ -160,7 +161,7 @@ def attention(cache, layer, n_rows, qa, scratch):
     Reads ``(C + R) * bytes`` per cached row; ``2 H (2 C + R)`` operations a row. Reference: :func:`attention_ref`.
     """
     s = scratch
-    _attention(cache, layer, n_rows, qa, s.scores, s.part_m, s.part_l, s.part_r, s.part)
+    _attention(cache, layer, pos, qa, s.scores, s.part_m, s.part_l, s.part_r, s.part)
 
 
 def attention_ref(rows, qa, n_latent):

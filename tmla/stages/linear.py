@@ -8,8 +8,13 @@ Q8_BLOCK = 32  # values that share one f16 scale (ggml block_q8_0)
 
 @ti.func
 def q8_value(w_q: ti.template(), layer, o, i):
-    """One quant as f32: the u8 field holds int8 bits, the cast to i8 brings the sign back."""
-    return ti.cast(ti.cast(w_q[layer, o, i], ti.i8), ti.f32)
+    """One quant as f32, from either layout: u8 of int8 bits, or u32 words of four quants each, the first lowest."""
+    bits = ti.i8(0)
+    if ti.static(w_q.dtype == ti.u8):
+        bits = ti.cast(w_q[layer, o, i], ti.i8)  # the cast brings the sign back
+    else:
+        bits = ti.cast((w_q[layer, o, i >> 2] >> ti.cast((i & 3) << 3, ti.u32)) & ti.u32(255), ti.i8)
+    return ti.cast(bits, ti.f32)
 
 
 @ti.func

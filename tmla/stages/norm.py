@@ -21,17 +21,17 @@ def rms_norm_body(x: ti.template(), w: ti.template(), layer, eps, y: ti.template
 
 
 @ti.func
-def latent_norm_body(cache: ti.template(), layer, pos, w: ti.template(), eps):
+def latent_norm_body(cache: ti.template(), layer, pos: ti.template(), w: ti.template(), eps):
     n = ti.static(w.shape[1])
     ti.loop_config(serialize=True)
     for _ in range(1):
         ss = 0.0
         for c in range(n):
-            v = ti.cast(cache[layer, pos, c], ti.f32)
+            v = ti.cast(cache[layer, pos[0], c], ti.f32)
             ss += v * v
         inv = 1.0 / ti.sqrt(ss / n + eps)
         for c in range(n):
-            cache[layer, pos, c] = ti.cast(ti.cast(cache[layer, pos, c], ti.f32) * inv * w[layer, c], cache.dtype)
+            cache[layer, pos[0], c] = ti.cast(ti.cast(cache[layer, pos[0], c], ti.f32) * inv * w[layer, c], cache.dtype)
 
 
 @ti.kernel
@@ -40,7 +40,7 @@ def _rms_norm(x: ti.template(), w: ti.template(), layer: ti.i32, eps: ti.f32, y:
 
 
 @ti.kernel
-def _latent_norm(cache: ti.template(), layer: ti.i32, pos: ti.i32, w: ti.template(), eps: ti.f32):
+def _latent_norm(cache: ti.template(), layer: ti.i32, pos: ti.template(), w: ti.template(), eps: ti.f32):
     latent_norm_body(cache, layer, pos, w, eps)
 
 
@@ -50,11 +50,12 @@ def rms_norm(x, w, layer, eps, y):
 
 
 def latent_norm(cache, layer, pos, w, eps):
-    """Normalise the first C values of cache row `pos` in place.
+    """Normalise the first C values of cache row ``pos[0]`` in place.
 
     Parameters
     ----------
     cache : ti.Field, f16 or f32 [L, T, C + R]
+    pos : ti.Field, i32 [1]
     w : ti.Field, f32 [L, C]
     """
     _latent_norm(cache, layer, pos, w, eps)

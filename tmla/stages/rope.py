@@ -1,6 +1,6 @@
 """Rotary embedding of the pe window, in place: of the query heads, and of the key tail of a cache row.
 
-Both are one stage: a field ``[A, B, width]``, of which rows ``[a, b0:b0+n]`` hold a window of R values at `offset`.
+Both are one stage: :func:`rope_row` turns R values at `offset` of row ``[a, b]`` of a field.
 Pair p of the window turns by angle ``pos * freq[p]``. *consecutive* pairs are ``(2p, 2p+1)`` (deepseek2, plm),
 *half* pairs ``(p, p + R/2)`` (minicpm3). Source: RoFormer (Su et al., 2021); YaRN changes the table alone.
 """
@@ -10,7 +10,7 @@ import taichi as ti
 
 
 @ti.func
-def rope_row(buf: ti.template(), a, b, offset, table: ti.template(), pos, half: ti.template()):
+def rope_row(buf: ti.template(), a, b, offset, table: ti.template(), pos: ti.template(), half: ti.template()):
     n_pair = ti.static(table.shape[1])
     for p in range(n_pair):
         i = offset + 2 * p
@@ -19,45 +19,62 @@ def rope_row(buf: ti.template(), a, b, offset, table: ti.template(), pos, half: 
             i = offset + p
             j = i + n_pair
         u, v = ti.cast(buf[a, b, i], ti.f32), ti.cast(buf[a, b, j], ti.f32)
-        cos, sin = table[pos, p, 0], table[pos, p, 1]
+        cos, sin = table[pos[0], p, 0], table[pos[0], p, 1]
         buf[a, b, i] = ti.cast(u * cos - v * sin, buf.dtype)
         buf[a, b, j] = ti.cast(u * sin + v * cos, buf.dtype)
 
 
 @ti.func
-def rope_body(buf: ti.template(), a, b0, n, offset, table: ti.template(), pos, half: ti.template()):
+def rope_heads_body(q: ti.template(), offset, table: ti.template(), pos: ti.template(), half: ti.template()):
     ti.loop_config(serialize=True)
-    for b in range(n):
-        rope_row(buf, a, b0 + b, offset, table, pos, half)
+    for h in range(q.shape[1]):
+        rope_row(q, 0, h, offset, table, pos, half)
+
+
+@ti.func
+def rope_cache_body(cache: ti.template(), layer, offset, table: ti.template(), pos: ti.template(), half: ti.template()):
+    ti.loop_config(serialize=True)
+    for _ in range(1):
+        rope_row(cache, layer, pos[0], offset, table, pos, half)
 
 
 @ti.kernel
-def _rope(
-    buf: ti.template(),
-    a: ti.i32,
-    b0: ti.i32,
-    n: ti.i32,
+def _rope_heads(q: ti.template(), offset: ti.i32, table: ti.template(), pos: ti.template(), half: ti.template()):
+    rope_heads_body(q, offset, table, pos, half)
+
+
+@ti.kernel
+def _rope_cache(
+    cache: ti.template(),
+    layer: ti.i32,
     offset: ti.i32,
     table: ti.template(),
-    pos: ti.i32,
+    pos: ti.template(),
     half: ti.template(),
 ):
-    rope_body(buf, a, b0, n, offset, table, pos, half)
+    rope_cache_body(cache, layer, offset, table, pos, half)
 
 
-def rope(buf, a, b0, n, offset, table, pos, half=False):
-    """Rotate R values from `offset` on in rows ``buf[a, b0:b0+n]`` to position `pos`.
+def rope_heads(q, offset, table, pos, half=False):
+    """Rotate R values from `offset` on in every head's row.
 
     Parameters
     ----------
-    buf : ti.Field, f32 or f16 [A, B, width]
-        Queries ``[1, H, N + R]`` or the cache ``[L, T, C + R]``.
+    q : ti.Field, f32 [1, H, N + R]
+    offset : int
+        N.
     table : ti.Field, f32 [T, R/2, 2]
         Cosine and sine, from float64 (:meth:`tmla.config.MLAConfig.rope_table`).
+    pos : ti.Field, i32 [1]
     half : bool
         Pairs are ``(p, p + R/2)`` instead of ``(2p, 2p+1)``.
     """
-    _rope(buf, a, b0, n, offset, table, pos, half)
+    _rope_heads(q, offset, table, pos, half)
+
+
+def rope_cache(cache, layer, offset, table, pos, half=False):
+    """Rotate the tail of cache row ``[layer, pos[0]]``, f16 or f32 [L, T, C + R]; `offset` is C."""
+    _rope_cache(cache, layer, offset, table, pos, half)
 
 
 def rope_ref(x, table, half=False):

@@ -12,11 +12,13 @@ from tmla.stages.linear import dequantise_ref, row_dot_q8
 
 
 @ti.func
-def join_splits_body(n_rows, part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()):
+def join_splits_body(
+    pos: ti.template(), part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()
+):
     n_chunk = ti.static(part.shape[2] // CHUNK)
     for hb in range(part.shape[1] * n_chunk):
         h, b = hb // n_chunk, hb % n_chunk
-        n_split = split_count(n_rows, part.shape[0])
+        n_split = split_count(pos[0] + 1, part.shape[0])
         m = part_m[0, h]
         for s in range(1, n_split):
             m = ti.max(m, part_m[s, h])
@@ -40,8 +42,10 @@ def v_combine_body(w_q: ti.template(), w_d: ti.template(), layer, stride, offset
 
 
 @ti.kernel
-def _join_splits(n_rows: ti.i32, part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()):
-    join_splits_body(n_rows, part_m, part_l, part, mix)
+def _join_splits(
+    pos: ti.template(), part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()
+):
+    join_splits_body(pos, part_m, part_l, part, mix)
 
 
 @ti.kernel
@@ -57,9 +61,9 @@ def _v_combine(
     v_combine_body(w_q, w_d, layer, stride, offset, mix, o)
 
 
-def join_splits(n_rows, scratch, mix):
-    """Join what :func:`tmla.stages.attention.attention` left of `n_rows` rows into ``mix`` f32 [H, C]."""
-    _join_splits(n_rows, scratch.part_m, scratch.part_l, scratch.part, mix)
+def join_splits(pos, scratch, mix):
+    """Join what :func:`tmla.stages.attention.attention` left for ``pos[0] + 1`` rows into ``mix`` f32 [H, C]."""
+    _join_splits(pos, scratch.part_m, scratch.part_l, scratch.part, mix)
 
 
 def v_combine(w_q, w_d, layer, stride, offset, mix, o):
