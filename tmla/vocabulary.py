@@ -172,7 +172,7 @@ class _Keys:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= value < n_vocab:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < n_vocab:
             raise self.error(
                 key, f"is {show(value)!r}", f"an id below {n_vocab}", f"give --override tokenizer.ggml.{key}=ID"
             )
