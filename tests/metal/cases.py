@@ -1,0 +1,3 @@
+"""The cases of the package's own kernels: one line each."""
+
+CASES = []
