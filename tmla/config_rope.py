@@ -86,7 +86,8 @@ def _factors(keys, which, fields):
     if info is None:
         keys.fail(f"tensor {name!r} is missing, expected both long and short factors, or none; re-convert the model")
     if tuple(info.shape) != (half,) or info.type not in ("F32", "F16", "BF16"):
-        keys.fail(f"tensor {name!r} is {info.type} {list(info.shape)}, expected F32 [R/2 = {half}]; re-convert the file")
+        found = f"{info.type} {list(info.shape)}"
+        keys.fail(f"tensor {name!r} is {found}, expected F32 [R/2 = {half}]; re-convert the model")
     factors = tuple(float(x) for x in keys.gf.array(name))
     bad = [x for x in factors if not (math.isfinite(x) and x > 0.0)]
     if bad:

@@ -97,7 +97,7 @@ class Keys:
     def _scalar(self, key, default, layers):
         value = self.gf.metadata.get(self.name(key), default)
         if value is None:
-            self.fail(f"key {self.name(key)!r} is missing, expected in all such models; re-convert it or pass an override")
+            self.fail(f"key {self.name(key)!r} is missing, expected in all such models; re-convert or pass an override")
         if isinstance(value, (np.ndarray, list, tuple)):
             entries = list(value)
             if layers is not None and layers and max(layers) < len(entries):

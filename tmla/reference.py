@@ -125,7 +125,10 @@ def rotate(x, turns, pairs, magnitude):
     turns = turns.reshape(turns.shape[0], *(1,) * (x.ndim - 2), turns.shape[1])
     cos, sin = magnitude * np.cos(turns), magnitude * np.sin(turns)
     half = x.shape[-1] // 2
-    first, second = (slice(0, None, 2), slice(1, None, 2)) if pairs == "consecutive" else (slice(half), slice(half, None))
+    if pairs == "consecutive":
+        first, second = slice(0, None, 2), slice(1, None, 2)
+    else:
+        first, second = slice(half), slice(half, None)
     a, b = x[..., first], x[..., second]
     out = np.empty_like(x)
     out[..., first] = a * cos - b * sin
@@ -157,7 +160,7 @@ def attention(w, cfg, block, x, turns, temperature):
         q = w.linear(c_q, block + "attn_q_b.weight")
     else:
         q = w.linear(x, block + "attn_q.weight")
-    q = q.reshape(n_tokens, h, cfg.qk_head_dim)
+    q = q.reshape(n_tokens, h, n + cfg.qk_rope_head_dim)
     q_nope, q_pe = q[..., :n], rotate(q[..., n:], turns, cfg.rope_pairs, cfg.rope_magnitude)
 
     kv_a = w.linear(x, block + "attn_kv_a_mqa.weight")

@@ -98,8 +98,8 @@ def find_ignored(gf, cfg):
         stem, _, suffix = name.rpartition(".")
         if suffix in ("bias", "scale", "input_scale") and f"{stem}.weight" in specs:
             raise GGUFError(
-                f"{show(gf.name)}: tensor {name!r} belongs to '{stem}.weight', expected no {suffix} with it: tmla would "
-                "leave it out, and the logits would be wrong; no known MLA model has it"
+                f"{show(gf.name)}: tensor {name!r} belongs to '{stem}.weight', expected no {suffix} with it: tmla "
+                "would leave it out, and the logits would be wrong; no known MLA model has it"
             )
     return ignored
 
