@@ -1,6 +1,10 @@
 """Small model shapes with odd sizes, one for each structure and each edge of the supported ranges.
 
 Every file is below 2 MB and is written in a fraction of a second; :func:`variant_file` keeps it for the session.
+
+llama.cpp (as in llama-cpp-python 0.3.36) runs all of them to the usual Q8_0 noise but these: it refuses u64 keys,
+16-bit vectors, no shared experts, a missing q_lora_rank key and an untied plm; it takes a missing gating key for
+softmax even where exp_probs_b exists; and the loud absorbed query leaves its number range.
 """
 
 import os
