@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFValueType as T
-from gguf_build import Tensor, build, kv, refusal, small, text, write
 
+from tests.gguf_build import Tensor, build, kv, refusal, small, text, write
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFValueType as T
-from gguf_build import Tensor, build, kv, payload, small, write
 
+from tests.gguf_build import Tensor, build, kv, payload, small, write
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf, q8_0_dequantize, q8_0_split
 

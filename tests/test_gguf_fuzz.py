@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFValueType as T
-from gguf_build import Tensor, build, kv, mutate, small, write
 from hypothesis import HealthCheck, given, settings
 
+from tests.gguf_build import Tensor, build, kv, mutate, small, write
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFValueType as T
-from gguf_build import Tensor, build, kv, refusal, write
 from hypothesis import given
 
+from tests.gguf_build import Tensor, build, kv, refusal, write
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf, parse_override
 
