@@ -30,16 +30,16 @@ class Built:
     Parameters
     ----------
     call : callable
-        Launches kernels, directly or through stage wrappers, with fields and scalars. The launches are recorded with
-        their arguments and none is executed.
-    inputs : dict of field to array, or None
+        Launches kernels, directly or through stage wrappers, with fields, scalars and arrays. The launches are
+        recorded with their arguments and none is executed.
+    inputs : dict of field to array
         Contents before the call. A field that is not named starts as NaN (floats) or -1 (integers): outputs are
-        poisoned without saying so. None takes every field as it is on the device now: for loaded models.
+        poisoned without saying so.
     expected : dict of field to Expect
     """
 
     call: Callable[[], Any]
-    inputs: dict[Field, np.ndarray] | None
+    inputs: dict[Field, np.ndarray]
     expected: dict[Field, Expect]
 
 

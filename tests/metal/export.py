@@ -4,6 +4,7 @@ Taichi initialises once per process, so :func:`export` runs this file as a progr
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -46,7 +47,7 @@ def export(cases, folder):
     tools.ToolError
         The process ended without naming the case that killed it.
     """
-    environment = dict(os.environ, ENABLE_TAICHI_HEADER_PRINT="0", TI_LOG_LEVEL="error")
+    environment = dict(os.environ, ENABLE_TAICHI_HEADER_PRINT="0", TI_LOG_LEVEL="error", TI_OFFLINE_CACHE="0")
     environment["VK_DRIVER_FILES"] = environment["VK_ICD_FILENAMES"] = tools.llvmpipe_icd()
     here = pathlib.Path(__file__).resolve().parents[len(__package__.split("."))]
     environment["PYTHONPATH"] = os.pathsep.join([str(here), *sys.path])
@@ -68,37 +69,59 @@ def _ended(folder):
     return (folder / ERROR_FILE).exists() or (folder / CASE_FILE).exists()
 
 
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """One tree of fields: its place in the order of making, its size, and how many fields share it."""
+
+    index: int
+    n_bytes: int
+    n_fields: int
+
+
 class Recorder:
-    """Sees every tree of fields that is made, and, inside :meth:`launches`, every kernel launch."""
+    """Sees every tree of fields that is made, and, inside :meth:`launches`, every kernel launch.
+
+    Made before Taichi starts: SPIR-V tasks name trees by the order in which they were made, however many are gone.
+    """
 
     def __init__(self):
         from taichi._snode.fields_builder import FieldsBuilder
-        from taichi.lang import kernel_impl, snode
+        from taichi.lang import kernel_impl
 
-        self.roots = {}  # tree id -> root SNode
-        self.fields = []
+        self.trees = {}  # id of the root SNode -> Tree
         self._kernel = kernel_impl.Kernel
-        finalize, place = FieldsBuilder._finalize, snode.SNode.place
+        finalize = FieldsBuilder._finalize
 
         def recording_finalize(builder, raise_warning, compile_only):
             made = finalize(builder, raise_warning, compile_only)
-            self.roots[made.id] = builder.root
+            root = builder.root
+            self.trees[root._id] = Tree(len(self.trees), root._cell_size_bytes, _count_fields(root))
             return made
 
-        def recording_place(node, *fields, **options):
-            self.fields.extend(fields)
-            return place(node, *fields, **options)
-
         FieldsBuilder._finalize = recording_finalize
-        snode.SNode.place = recording_place
+
+    def tree_of(self, field):
+        """The :class:`Tree` that holds a field."""
+        node = field.snode.ptr
+        while node.parent is not None:
+            node = node.parent
+        return self.trees[node.id]
 
     @contextlib.contextmanager
     def launches(self):
-        """Yield a list that fills with (compiled kernel, parameter list, arguments); nothing is executed."""
+        """Yield a list that fills with (compiled kernel, argument values); nothing is executed.
+
+        Taichi's own kernels, which copy between fields and arrays, are left out: arrays read inside are zeros.
+        """
+        import taichi as ti
+
         recorded, launch = [], self._kernel.launch_kernel
 
         def record(kernel, compiled, *arguments):
-            recorded.append((compiled, kernel.arguments, arguments))
+            if not kernel.func.__module__.startswith("taichi."):
+                pairs = zip(kernel.arguments, arguments)
+                values = [a for p, a in pairs if not _is_template(p.annotation, ti.template)]
+                recorded.append((compiled, values))
 
         self._kernel.launch_kernel = record
         try:
@@ -107,11 +130,19 @@ class Recorder:
             self._kernel.launch_kernel = launch
 
 
+def _is_template(annotation, template):
+    return annotation is template or isinstance(annotation, template)
+
+
+def _count_fields(node):
+    children = node._get_children()
+    return sum(map(_count_fields, children)) if children else 1
+
+
 def _write_case(recorder, case, folder):
     import taichi as ti
     from taichi.lang import impl
 
-    recorder.fields.clear()
     built = case.build()
     with recorder.launches() as launches:
         built.call()
@@ -119,58 +150,62 @@ def _write_case(recorder, case, folder):
         raise ValueError(f"case {case.name}: the call launched no kernel")
     caps = [getattr(ti.DeviceCapability, name) for name in METAL_CAPS]
     builder = impl.get_runtime().prog.make_aot_module_builder(ti.vulkan, caps)
-    kernels, calls = {}, []
-    for compiled, parameters, arguments in launches:
+    kernels, calls, arrays = {}, [], {}
+    for compiled, values in launches:
         if compiled not in kernels:
             kernels[compiled] = f"k{len(kernels)}"
             builder.add(kernels[compiled], compiled)
-        scalars = [float(a) for p, a in zip(parameters, arguments) if not isinstance(p.annotation, ti.template)]
-        calls.append({"kernel": kernels[compiled], "scalars": scalars})
+        arguments = []
+        for value in values:
+            if isinstance(value, np.ndarray):
+                arrays[f"ext_{len(calls)}_{len(arguments)}"] = value.copy()
+                arguments.append(list(value.shape))
+            else:
+                arguments.append(float(value))
+        calls.append({"kernel": kernels[compiled], "arguments": arguments})
     builder.dump(str(folder), "")
-    inputs = {f: f.to_numpy() for f in recorder.fields} if built.inputs is None else built.inputs
-    arrays = {f"in_{_root(f)}": _as_stored(f, array, recorder.roots) for f, array in inputs.items()}
+    for field, array in built.inputs.items():
+        tree = recorder.tree_of(field)
+        arrays[f"root_{tree.index}"] = _as_stored(field, array, tree)
     tolerances = {}
     for field, expect in built.expected.items():
-        root = _root(field)
-        arrays[f"expect_{root}"] = _as_stored(field, expect.array, recorder.roots)
+        tree = recorder.tree_of(field)
+        arrays[f"expect_{tree.index}"] = _as_stored(field, expect.array, tree)
         if expect.where is not None:
-            arrays[f"where_{root}"] = np.broadcast_to(expect.where, expect.array.shape)
-        tolerances[root] = {"rtol": expect.rtol, "atol": expect.atol}
+            arrays[f"where_{tree.index}"] = np.broadcast_to(expect.where, expect.array.shape)
+        tolerances[tree.index] = {"rtol": expect.rtol, "atol": expect.atol}
     np.savez(folder / "arrays.npz", **arrays)
-    roots = {str(id): {"bytes": root._cell_size_bytes, "fields": _places(root)} for id, root in recorder.roots.items()}
-    text = json.dumps({"name": case.name, "launches": calls, "roots": roots, "expected": tolerances})
+    trees = {tree.index: {"bytes": tree.n_bytes, "fields": tree.n_fields} for tree in recorder.trees.values()}
+    text = json.dumps({"name": case.name, "launches": calls, "roots": trees, "expected": tolerances})
     (folder / CASE_FILE).write_text(text)
 
 
-def _root(field):
-    return field.snode._snode_tree_id
-
-
-def _places(node):
-    children = node._get_children()
-    return sum(_places(child) for child in children) if children else 1
-
-
-def _as_stored(field, array, roots):
+def _as_stored(field, array, tree):
     from taichi.lang.util import to_numpy_type
 
     stored = np.ascontiguousarray(array, dtype=to_numpy_type(field.dtype))
-    room = roots[_root(field)]._cell_size_bytes
-    if stored.nbytes != room:
-        raise ValueError(f"array of shape {stored.shape} has {stored.nbytes} bytes, its field's tree {room}")
+    if stored.nbytes != tree.n_bytes:
+        raise ValueError(f"array of shape {stored.shape} has {stored.nbytes} bytes, its field's tree {tree.n_bytes}")
     return stored
 
 
-def main(folder, *names):
+def start_taichi():
+    """Start software Vulkan, unless the module of a case brings a ``start_taichi`` of its own."""
     import taichi as ti
 
-    ti.init(arch=ti.vulkan, offline_cache=False, log_level=ti.ERROR)
-    if ti.lang.impl.current_cfg().arch != ti.vulkan:
-        raise SystemExit("no Vulkan device: Taichi fell back to another backend")
+    ti.init(arch=ti.vulkan, enable_fallback=False, log_level=ti.ERROR)
+
+
+def main(folder, *names):
     recorder = Recorder()
+    modules = {name.split(":")[0]: importlib.import_module(name.split(":")[0]) for name in names}
+    starts = {getattr(module, "start_taichi", start_taichi) for module in modules.values()}
+    if len(starts) != 1:
+        raise ValueError("the cases of one export must agree on how Taichi starts")
+    starts.pop()()
     for name in names:
         module, name = name.split(":")
-        case = {case.name: case for case in importlib.import_module(module).CASES}[name]
+        case = {case.name: case for case in modules[module].CASES}[name]
         target = pathlib.Path(folder) / name
         target.mkdir(parents=True)
         try:

@@ -39,40 +39,54 @@ def check(folder):
         kernels = exported_kernels(folder)
     except tools.ToolError as error:
         return [TaskReport(folder.name, "-", problems=[str(error)])]
-    roots = json.loads((folder / CASE_FILE).read_text())["roots"]
-    return [_check_task(folder, task, roots) for kernel in kernels.values() for task in kernel["tasks_attribs"]]
+    trees = json.loads((folder / CASE_FILE).read_text())["roots"]
+    reports, texts = [], {}
+    for task in [task for kernel in kernels.values() for task in kernel["tasks_attribs"]]:
+        report = _check_spirv(folder, task, trees)
+        reports.append(report)
+        try:
+            texts[report.task] = _to_msl(folder / f"{report.task}.spv")
+        except tools.ToolError as error:
+            report.problems.append(str(error))
+    try:
+        compile_msl(folder / "gate.cpp", texts)
+    except tools.ToolError as error:
+        for report in [r for r in reports if f"{r.task}.metal" in str(error)] or reports[:1]:
+            report.problems.append(str(error))
+    return reports
 
 
-def _check_task(folder, task, roots):
-    path = folder / f"{task['name']}.spv"
-    module = spirv.read(path.read_bytes())
-    report = TaskReport(
+def _check_spirv(folder, task, trees):
+    module = spirv.read((folder / f"{task['name']}.spv").read_bytes())
+    patched = folder / f"{task['name']}.declared.spv"
+    patched.write_bytes(spirv.declare_subgroups(module))
+    problems = list(_broken_rules(module, task, trees))
+    try:
+        tools.call("spirv-val", "--target-env", "vulkan1.1", patched)
+    except tools.ToolError as error:
+        problems.append(str(error))
+    return TaskReport(
         kernel=folder.name,
         task=task["name"],
         n_buffers=len(module.bindings),
         threadgroup_bytes=module.threadgroup_bytes,
         n_threads=module.group_size,
         n_instructions=module.n_instructions,
+        problems=problems,
     )
-    report.problems += _broken_rules(module, task, roots)
-    patched = path.with_suffix(".declared.spv")
-    patched.write_bytes(spirv.declare_subgroups(module))
-    try:
-        tools.call("spirv-val", "--target-env", "vulkan1.1", patched)
-        text = msl.from_spirv(path)
-        path.with_suffix(".metal").write_text(text)
-        compile_msl(path.with_suffix(".metal"), text)
-    except tools.ToolError as error:
-        report.problems.append(str(error))
-    return report
 
 
-def compile_msl(path, text):
-    """Compile the MSL against the shim, without running it. Raises ToolError."""
+def _to_msl(path):
+    text = msl.from_spirv(path)
+    path.with_suffix(".metal").write_text(text)
     msl.parameters(text)
-    source = path.with_suffix(".check.cpp")
-    source.write_text("#include <metal_stdlib>\n" + msl.to_cpp(text))
-    tools.call("g++", *COMPILE_FLAGS, "-fsyntax-only", source)
+    return text
+
+
+def compile_msl(path, texts):
+    """Compile tasks' MSL against the shim, without running it; `path` is the source to write. Raises ToolError."""
+    path.write_text(msl.to_program(texts)[0])
+    tools.call("g++", *COMPILE_FLAGS, "-fsyntax-only", path)
 
 
 COMPILE_FLAGS = (
@@ -87,7 +101,7 @@ COMPILE_FLAGS = (
 )
 
 
-def _broken_rules(module, task, roots):
+def _broken_rules(module, task, trees):
     if module.bindings and module.bindings[-1] >= MAX_BUFFERS:
         yield f"buffer index {module.bindings[-1]}: Metal has 0 to {MAX_BUFFERS - 1}; fewer fields in one loop"
     if module.threadgroup_bytes > MAX_THREADGROUP_BYTES:
@@ -109,12 +123,12 @@ def _broken_rules(module, task, roots):
         yield "an empty range: Metal refuses a dispatch of no threadgroups"
     for bind in task["buffer_binds"]:
         kind, root = BUFFER_TYPES[bind["buffer"]["type"]], str(bind["buffer"]["root_id"][0])
-        if kind not in ("Root", "GlobalTmps", "Args"):
-            yield f"a buffer of kind {kind}: kernels of the package take fields and scalars alone and return nothing"
-        if kind == "Root" and roots[root]["bytes"] >= MAX_ROOT_BYTES:
-            yield f"tree {root} has {roots[root]['bytes']} bytes: offsets in it have 32 bits"
-        if kind == "Root" and roots[root]["fields"] != 1:
-            yield f"tree {root} holds {roots[root]['fields']} fields, packed unaligned: one FieldsBuilder for each"
+        if kind not in ("Root", "GlobalTmps", "Args", "ExtArr"):
+            yield f"a buffer of kind {kind}: kernels of the package take fields, arrays and scalars and return nothing"
+        if kind == "Root" and trees[root]["bytes"] >= MAX_ROOT_BYTES:
+            yield f"tree {root} has {trees[root]['bytes']} bytes: offsets in it have 32 bits"
+        if kind == "Root" and trees[root]["fields"] != 1:
+            yield f"tree {root} holds {trees[root]['fields']} fields, packed unaligned: one FieldsBuilder for each"
 
 
 def table(reports):

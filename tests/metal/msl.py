@@ -62,8 +62,16 @@ def to_cpp(text):
     return _THREADGROUP_ARRAY.sub(r"\1static metal_shim::ThreadgroupArray<\2, \4> \3;", text)
 
 
-def call_of(listed):
-    """The arguments for ``main0``, as C++."""
-    return ", ".join(
-        f"metal_shim::bound({p.index})" if p.attribute == "buffer" else BUILTINS[p.attribute] for p in listed
-    )
+def to_program(texts):
+    """One C++ source of several tasks' MSL, by name, and the namespace of each: it holds ``main0`` and ``run()``."""
+    parts = ["#include <metal_stdlib>", "#include <metal_atomic>", "#include <simd/simd.h>"]
+    spaces = {}
+    for name, text in texts.items():
+        spaces[name] = f"task_{len(spaces)}"
+        arguments = ", ".join(
+            f"metal_shim::bound({p.index})" if p.attribute == "buffer" else BUILTINS[p.attribute]
+            for p in parameters(text)
+        )
+        parts.append(f'namespace {spaces[name]} {{\n#line 1 "{name}.metal"\n{to_cpp(text)}')
+        parts.append(f"static void run() {{ main0({arguments}); }}\n}}")
+    return "\n".join(parts), spaces

@@ -57,12 +57,11 @@ def check(folder, mode=EXACT):
     """Build and run an exported case. Raises ToolError when it cannot run, AssertionError when a value is wrong."""
     case = json.loads((folder / CASE_FILE).read_text())
     arrays = dict(np.load(folder / "arrays.npz"))
-    program = build(folder, case, mode)
+    program = build(folder, case, {name: array.nbytes for name, array in arrays.items()}, mode)
     work = folder / mode.name
     for name, array in arrays.items():
-        kind, root = name.split("_")
-        if kind == "in":
-            (work / f"root_{root}.bin").write_bytes(array.tobytes())
+        if name.startswith(("root_", "ext_")):
+            (work / f"{name}.bin").write_bytes(array.tobytes())
     for order in mode.orders:
         (work / order).mkdir(exist_ok=True)
         tools.call(program, work, work / order, order)
@@ -81,33 +80,29 @@ def compare(found, expect, *, rtol, atol, label, where=None):
     np.testing.assert_allclose(found, expect, rtol=rtol, atol=atol, equal_nan=False, err_msg=label)
 
 
-def build(folder, case, mode):
+def build(folder, case, array_bytes, mode):
     """Compile the driver and all tasks of a case; the path of the program."""
     work = folder / mode.name
     work.mkdir(exist_ok=True)
     kernels = exported_kernels(folder)
-    source = [f'#include "{msl.SHIM}/metal_stdlib"\n#include <metal_atomic>\n#include <simd/simd.h>']
-    wrappers, listed = {}, {}
-    for kernel in kernels.values():
-        for task in kernel["tasks_attribs"]:
-            text = msl.from_spirv(folder / f"{task['name']}.spv")
-            space = wrappers[task["name"]] = f"task_{len(wrappers)}"
-            arguments = msl.call_of(msl.parameters(text))
-            source.append(f'namespace {space} {{\n#line 1 "{task["name"]}.metal"\n{msl.to_cpp(text)}')
-            source.append(f"static void run() {{ main0({arguments}); }}\n}}")
-    rows, roots = [], {"gtmp": GLOBAL_TMPS_BYTES}
+    names = [task["name"] for kernel in kernels.values() for task in kernel["tasks_attribs"]]
+    source, wrappers = msl.to_program({name: msl.from_spirv(folder / f"{name}.spv") for name in names})
+    sizes = {"gtmp": GLOBAL_TMPS_BYTES} | {f"root_{index}": tree["bytes"] for index, tree in case["roots"].items()}
+    sizes |= {name: size for name, size in array_bytes.items() if name.startswith("ext_")}
+    rows, used, listed = [], set(), {}
     for i, launch in enumerate(case["launches"]):
         kernel = kernels[launch["kernel"]]
-        packed = pack_arguments(kernel["ctx_attribs"], launch["scalars"])
-        if packed:
-            roots[f"args_{i}"] = len(packed)
-            (work / f"args_{i}.bin").write_bytes(packed)
+        packed = pack_arguments(kernel["ctx_attribs"], launch["arguments"])
+        sizes[f"args_{i}"] = len(packed)
+        (work / f"args_{i}.bin").write_bytes(packed)
         for task in kernel["tasks_attribs"]:
-            rows.append(_task_row(task, wrappers[task["name"]], i, case["roots"], roots, listed))
-    source += listed.values()
-    source.append(_array("Root", "shim_roots", [f'{{"{name}", {size}u}}' for name, size in roots.items()]))
-    source.append(_array("Task", "shim_tasks", rows))
-    (work / "kernel.cpp").write_text("\n".join(source))
+            rows.append(_task_row(task, wrappers[task["name"]], i, used, listed))
+    tables = [
+        *listed.values(),
+        _array("Root", "shim_roots", [f'{{"{name}", {sizes[name]}u}}' for name in sorted(used)]),
+        _array("Task", "shim_tasks", rows),
+    ]
+    (work / "kernel.cpp").write_text("\n".join([source, *tables]))
     program = work / "kernel"
     tools.call("g++", *COMPILE_FLAGS, *mode.flags, "-c", work / "kernel.cpp", "-o", work / "kernel.o")
     sanitize = [flag for flag in mode.flags if "sanitize" in flag]  # linking with -ffast-math would flush everywhere
@@ -123,17 +118,21 @@ def _array(kind, name, rows):
     )
 
 
-def _task_row(task, space, launch, tree_sizes, roots, listed):
+def _task_row(task, space, launch, used, listed):
     """One dispatch for the driver, sized as GfxRuntime::launch_kernel does; notes the buffers that it needs."""
     bindings = []
     for bind in task["buffer_binds"]:
-        kind, tree = BUFFER_TYPES[bind["buffer"]["type"]], str(bind["buffer"]["root_id"][0])
-        name = {"Root": f"root_{tree}", "GlobalTmps": "gtmp", "Args": f"args_{launch}"}.get(kind)
-        if name is None:
+        kind, index = BUFFER_TYPES[bind["buffer"]["type"]], bind["buffer"]["root_id"][0]
+        names = {
+            "Root": f"root_{index}",
+            "GlobalTmps": "gtmp",
+            "Args": f"args_{launch}",
+            "ExtArr": f"ext_{launch}_{index}",
+        }
+        if kind not in names:
             raise tools.ToolError(f"task {task['name']} binds a buffer of kind {kind}, which the driver does not model")
-        if kind == "Root":
-            roots[name] = tree_sizes[tree]["bytes"]
-        bindings.append(f'{{{bind["binding"]}, "{name}"}}')
+        used.add(names[kind])
+        bindings.append(f'{{{bind["binding"]}, "{names[kind]}"}}')
     name = f"bindings_{space}_{launch}"
     listed[name] = f"static const metal_shim::Binding {name}[] = {{{', '.join(bindings)}}};"
     size = task["advisory_num_threads_per_group"]
@@ -141,12 +140,21 @@ def _task_row(task, space, launch, tree_sizes, roots, listed):
     return f'{{"{task["name"]}", {space}::run, {size}, {groups}, {len(bindings)}, {name}}}'
 
 
-def pack_arguments(attributes, scalars):
-    """Bytes of the argument buffer: each scalar at the offset that the export gives for it."""
+def pack_arguments(attributes, arguments):
+    """Bytes of the argument buffer: scalars and the shapes of arrays, each where the export says that it is."""
     elements = attributes["args_type_"]["content"]["elements_"]
-    assert len(elements) == len(scalars), "the export and the recorded launch disagree on the number of scalars"
+    assert len(elements) == len(arguments), "the export and the recorded launch disagree on the number of arguments"
     packed = bytearray(attributes["args_bytes_"])
-    for element, value in zip(elements, scalars):
-        dtype = np.dtype(ARGUMENT_DTYPES[element["type"]["content"]["type"]])
-        packed[element["offset"] : element["offset"] + dtype.itemsize] = dtype.type(value).tobytes()
+    for element, value in zip(elements, arguments):
+        content, values, offset = element["type"]["content"], [value], element["offset"]
+        slots = [(offset, content)]
+        if isinstance(value, list):  # an array's struct: its shape, then a pointer that Metal does not use
+            slots = [
+                (offset + e["offset"], e["type"]["content"])
+                for e in content["elements_"][0]["type"]["content"]["elements_"]
+            ]
+            values = value
+        for (at, kind), number in zip(slots, values):
+            dtype = np.dtype(ARGUMENT_DTYPES[kind["type"]])
+            packed[at : at + dtype.itemsize] = dtype.type(number).tobytes()
     return bytes(packed)
