@@ -1,0 +1,120 @@
+"""Norms, rope, attention, router and greedy choice, at odd shapes, against their NumPy references."""
+
+import functools
+
+import numpy as np
+import taichi as ti
+
+from tmla.stages import argmax, attention, norm, rope, router, v_combine
+
+from .case import Built, Expect, MetalCase
+from .package import Fields, Record, close, only, start_taichi  # noqa: F401 (the export looks for start_taichi here)
+
+
+def build_rms_norm(dim):
+    rng, field = np.random.default_rng(30), Fields()
+    x, w = rng.standard_normal((1, dim), np.float32), rng.uniform(0.5, 1.5, (2, dim)).astype(np.float32)
+    y = field.poisoned(1, dim)
+    call = functools.partial(norm.rms_norm, field(x), field(w), 1, 1e-6, y)
+    return Built(call, field.inputs, {y: close(norm.rms_norm_ref(x, w[1], 1e-6), 1e-5)})
+
+
+def build_latent_norm(dtype, tolerance):
+    rng, field = np.random.default_rng(31), Fields()
+    rows, w = rng.standard_normal((2, 4, 80)).astype(dtype), rng.uniform(0.5, 1.5, (2, 64)).astype(np.float32)
+    cache, ref = field(rows), rows.astype(np.float64)
+    call = functools.partial(norm.latent_norm, cache, 1, field(np.array([3], np.int32)), field(w), 1e-6)
+    ref[1, 3, :64] = norm.rms_norm_ref(rows[1, 3, :64], w[1], 1e-6)
+    return Built(call, field.inputs, {cache: close(ref, tolerance)})
+
+
+def build_rope(half):
+    rng, field = np.random.default_rng(32), Fields()
+    h, n, r, pos = 3, 48, 30, 7
+    angle = np.arange(9)[:, None] * 100.0 ** (-np.arange(r // 2) * 2.0 / r)
+    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    q, rows = (
+        rng.standard_normal((1, h, n + r)).astype(np.float32),
+        rng.standard_normal((2, 9, n + r)).astype(np.float32),
+    )
+    f_q, cache, f_table, f_pos = field(q), field(rows), field(table), field(np.array([pos], np.int32))
+
+    def call():
+        rope.rope_heads(f_q, n, f_table, f_pos, half)
+        rope.rope_cache(cache, 1, n, f_table, f_pos, half)
+
+    ref_q, ref = q.astype(np.float64), rows.astype(np.float64)
+    ref_q[0, :, n:] = rope.rope_ref(q[0, :, n:], table[pos], half)
+    ref[1, pos, n:] = rope.rope_ref(rows[1, pos, n:], table[pos], half)
+    return Built(call, field.inputs, {f_q: close(ref_q, 1e-5), cache: close(ref, 1e-5)})
+
+
+def build_attention(n_splits, n_rows, h, c, r, dtype):
+    rng, field = np.random.default_rng(33), Fields()
+    rows = rng.standard_normal((2, n_rows + 1, c + r)).astype(dtype)
+    rows[:, n_rows] = np.nan  # behind the position: must not be read
+    qa = (rng.standard_normal((1, h, c + r)) * 3.0 / np.sqrt(c + r)).astype(np.float32)
+    scratch = Record(
+        scores=field.poisoned(n_splits, h, attention.TILE),
+        part_m=field.poisoned(n_splits, h),
+        part_l=field.poisoned(n_splits, h),
+        part_r=field.poisoned(n_splits, h),
+        part=field.poisoned(n_splits, h, c),
+    )
+    cache, f_qa, pos, mix = field(rows), field(qa), field(np.array([n_rows - 1], np.int32)), field.poisoned(h, c)
+
+    def call():
+        attention.attention(cache, 1, pos, f_qa, scratch)
+        v_combine.join_splits(pos, scratch, mix)
+
+    return Built(call, field.inputs, {mix: close(attention.attention_ref(rows[1, :n_rows], qa[0], c))})
+
+
+def build_router(n_experts, **changes):
+    plain = dict(n_used=3, sigmoid=False, n_groups=1, n_groups_used=1, normalise=False, scale=1.0, has_bias=False)
+    rng, field, routing = np.random.default_rng(34), Fields(), router.Routing(**(plain | changes))
+    w = rng.standard_normal((2, n_experts, 64), np.float32) / 4
+    bias = rng.uniform(-0.5, 0.5, (2, n_experts)).astype(np.float32)
+    x = rng.standard_normal((1, 64), np.float32)
+    weights = Record(router=field(w), routing=routing)
+    if routing.has_bias:
+        weights.router_bias = field(bias)
+    scratch = Record(
+        score=field.poisoned(1, n_experts),
+        select=field.poisoned(1, n_experts),
+        group=field.poisoned(1, routing.n_groups),
+        expert=field.poisoned(1, routing.n_used, dtype=ti.i32),
+        weight=field.poisoned(1, routing.n_used),
+    )
+    call = functools.partial(router.router, weights, 1, field(x), scratch)
+    expert, weight = router.router_ref(w[1], bias[1], routing, x[0])
+    expected = {scratch.expert: Expect(expert[None], 0, 0), scratch.weight: close(weight[None])}
+    return Built(call, field.inputs, expected)
+
+
+def build_argmax():
+    field = Fields()
+    logits = np.random.default_rng(35).standard_normal((1, 301)).astype(np.float32)
+    logits[0, 290:] = 100.0  # padding ids are never chosen
+    logits[0, [200, 37]] = 9.0  # the first of equals is
+    token = field.poisoned(1, dtype=ti.i32)
+    call = functools.partial(argmax.argmax, field(logits), 290, token)
+    return Built(call, field.inputs, {token: Expect(np.array([37]), 0, 0, only(1, 0))})
+
+
+GROUPS = dict(sigmoid=True, normalise=True, has_bias=True, n_groups=4, n_groups_used=2, n_used=4, scale=2.5)
+CASES = [
+    MetalCase("rms_norm_31", lambda: build_rms_norm(31)),
+    MetalCase("rms_norm_416", lambda: build_rms_norm(416)),
+    MetalCase("latent_norm_f16", lambda: build_latent_norm(np.float16, 2e-3)),
+    MetalCase("latent_norm_f32", lambda: build_latent_norm(np.float32, 1e-5)),
+    MetalCase("rope_consecutive", lambda: build_rope(False)),
+    MetalCase("rope_half", lambda: build_rope(True)),
+    MetalCase("attention_1_row", lambda: build_attention(3, 1, 3, 96, 16, np.float32)),
+    MetalCase("attention_129_rows", lambda: build_attention(3, 129, 3, 96, 16, np.float32)),
+    MetalCase("attention_75_rows_f16", lambda: build_attention(8, 75, 5, 160, 32, np.float16)),
+    MetalCase("router_softmax", lambda: build_router(7)),
+    MetalCase("router_groups", lambda: build_router(16, **GROUPS)),
+    MetalCase("router_16_of_96", lambda: build_router(96, n_used=16, sigmoid=True, normalise=True, has_bias=True)),
+    MetalCase("argmax", build_argmax),
+]
