@@ -5,8 +5,8 @@ import types
 
 import numpy as np
 import pytest
-from test_tokenizer import bpe, spm
 
+from tests.vocabularies import bpe, spm
 from tmla.errors import ContextError, NumericsError, ParameterError
 from tmla.generate import StopScanner, generate, stream_generate
 

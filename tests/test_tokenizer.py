@@ -2,15 +2,19 @@
 
 import contextlib
 import copy
+import gzip
+import itertools
 import json
+import pathlib
 import random
 import time
-import types
+import zlib
 
 import numpy as np
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
+from tests.vocabularies import bpe, bpe_keys, gguf, spm
 from tmla.errors import GGUFError, ParameterError
 from tmla.gguf_file import open_gguf
 from tmla.pretokenizers import PRE_TOKENIZERS
@@ -46,48 +50,6 @@ HARD_TEXTS = (
 )
 
 
-def gguf(**keys):
-    """A stand-in for an open file: ``tokenizer.ggml.*`` keys, None leaves one out."""
-    return types.SimpleNamespace(
-        name="x.gguf", metadata={f"tokenizer.ggml.{k}": v for k, v in keys.items() if v is not None}
-    )
-
-
-def bpe_keys(**changes):
-    tokens = [*_byte_chars(), "th", "the", "Ġthe", "<bos>", "<eos>", "<think>", "<pad>", "[PAD8]"]
-    keys = {
-        "model": "gpt2",
-        "pre": "deepseek-v3",
-        "tokens": tokens,
-        "token_type": [1] * 259 + [3, 3, 4, 3, 5],
-        "merges": ["t h", "th e", "Ġ the"],
-        "bos_token_id": 259,
-        "eos_token_id": 260,
-        "padding_token_id": 262,
-        "add_bos_token": True,
-    }
-    return keys | changes
-
-
-def bpe(**changes):
-    return Tokenizer.from_gguf(gguf(**bpe_keys(**changes)))
-
-
-def spm(**changes):
-    pieces = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc", "aa", "aaa", "é", "</s>x"]
-    scores = [-9.0, -8.0, -8.0, -8.0, -1.0, -2.0, -3.0, -2.5, -5.0, -1.5, -1.5, -7.0, 0.0]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
-    keys = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": np.array([0.0] * 259 + scores, np.float32),
-        "token_type": np.array([2, 3, 3] + [6] * 256 + [1] * len(pieces), np.int32),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return Tokenizer.from_gguf(gguf(**(keys | changes)))
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_ids_equal_llama_cpp(oracle, name):
     tokenizer = Tokenizer.from_gguf(open_gguf(oracle / f"{name}.gguf"))
@@ -97,6 +59,36 @@ def test_ids_equal_llama_cpp(oracle, name):
         assert tokenizer.encode(case["text"], add_bos=False) == case["plain"], case["text"]
         assert tokenizer.encode(case["text"], special=True) == case["special"], case["text"]
         assert tokenizer.decode(case["plain"]) == case["text"]
+
+
+@pytest.fixture(scope="module")
+def llama_cpp_ids():
+    """Vocabularies, texts, and checksums of the ids that llama.cpp gives: see data/make_tokenizer_reference.py."""
+    path = pathlib.Path(__file__).parent / "data" / "tokenizer_llama_cpp.json.gz"
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def check_against(sums, texts, tokenizer):
+    assert len(texts) >= 2000
+    for text, expected in zip(texts, sums, strict=True):
+        plain = tokenizer.encode(text, add_bos=False)
+        found = zlib.crc32(repr((plain, tokenizer.encode(text, special=True))).encode()) & 0xFFFF
+        assert found == expected, text
+        assert tokenizer.decode(plain) == text
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_ids_of_many_texts_equal_llama_cpp(llama_cpp_ids, pre):
+    sums = next(r["sums"] for r in llama_cpp_ids["bpe_reference"] if pre in r["pre"])
+    keys = llama_cpp_ids["bpe"] | {"pre": pre, "add_bos_token": True}
+    check_against(sums, llama_cpp_ids["texts"], Tokenizer.from_gguf(gguf(**keys)))
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_sentencepiece_ids_equal_llama_cpp(llama_cpp_ids, i):
+    keys = llama_cpp_ids["spm_common"] | llama_cpp_ids["spm"][i]
+    sums = keys.pop("sums")
+    check_against(sums, llama_cpp_ids["texts"], Tokenizer.from_gguf(gguf(**keys)))
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
@@ -312,16 +304,13 @@ def test_spm_needs_scores():
 
 
 def big_vocabulary(n=102_400, n_special=800):
-    rng = random.Random(0)
-    tokens = list(_byte_chars())
-    known, merges, pool = set(tokens), [], list(tokens)
-    while len(tokens) < n - n_special:
-        left, right = rng.choice(pool), rng.choice(pool)
-        if left + right not in known and len(left + right) < 24:
-            tokens.append(left + right)
-            pool.append(left + right)
-            known.add(left + right)
-            merges.append(f"{left} {right}")
+    tokens, merges = list(_byte_chars()), []
+    pairs = itertools.chain(
+        itertools.product(tokens[:], tokens[:]), ((a + b, c) for a, b, c in itertools.product(*[tokens[:]] * 3))
+    )
+    for left, right in itertools.islice(pairs, n - n_special - len(tokens)):
+        tokens.append(left + right)
+        merges.append(f"{left} {right}")
     tokens += [f"<｜place▁holder▁{i}｜>" for i in range(n_special)]
     return gguf(
         model="gpt2",

@@ -53,7 +53,8 @@ class Tokenizer:
         self.unused_ids = np.flatnonzero(unused)
 
         self._special = np.isin(vocab.types, (UNKNOWN, CONTROL))
-        whole = np.flatnonzero(self._special | (vocab.types == USER_DEFINED)).tolist()
+        self._is_whole = self._special | (vocab.types == USER_DEFINED)
+        whole = np.flatnonzero(self._is_whole).tolist()
         whole.sort(key=lambda i: -len(vocab.tokens[i].encode()))  # the longest first, over the whole text
         self._whole = [(vocab.tokens[i], i, bool(self._special[i])) for i in whole]
         self._missing: set[int] = set()
@@ -174,6 +175,10 @@ class Tokenizer:
         """Say whether `token` is a control or unknown token, which plain text never becomes."""
         return 0 <= token < self.n_vocab and bool(self._special[token])
 
+    def is_whole(self, token: int) -> bool:
+        """Say whether `token` is matched as a whole, before any merging: control and user-defined tokens."""
+        return 0 <= token < self.n_vocab and bool(self._is_whole[token])
+
     def stream(self, *, skip_special: bool = False, continues: bool = False) -> StreamDecoder:
         """Return a decoder for ids that come one by one.
 
@@ -197,9 +202,10 @@ class StreamDecoder:
     def push(self, token: int) -> str:
         """Take one id, return the text that is complete with it (often none)."""
         data = self._tokenizer.token_bytes(token)
-        if self._tokenizer.is_control(token):
+        if self._tokenizer.is_whole(token):
             self._drop_space = self._tokenizer.vocab.add_space_prefix
-            return "" if self._skip_special else self._utf8.decode(data)
+            hidden = self._skip_special and self._tokenizer.is_control(token)
+            return "" if hidden else self._utf8.decode(data)
         if self._drop_space:
             data = data.removeprefix(b" ")
             self._drop_space = False
