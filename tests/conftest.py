@@ -69,11 +69,3 @@ def field(arch):
     factory = FieldFactory()
     yield factory
     factory.pool.destroy()
-
-
-def random_q8(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random Q8_0 values: u8 quants [..., I] and f16 scales [..., I/32] with values around 1/sqrt(I)."""
-    w_q = rng.integers(-127, 128, shape).astype(np.int8).view(np.uint8)
-    spread = 1.0 / (70.0 * np.sqrt(shape[-1]))
-    w_d = (rng.uniform(0.5, 1.5, (*shape[:-1], shape[-1] // 32)) * spread).astype(np.float16)
-    return w_q, w_d
