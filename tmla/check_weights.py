@@ -1,0 +1,65 @@
+"""Weights in NumPy for the checks: of a file's layer, by the names that the fields have."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from tmla import weights
+from tmla.config import MLAConfig
+from tmla.gguf_file import GGUFFile, q8_0_split
+from tmla.stages.linear import matvec_q8_ref
+
+SLAB_VALUES = 1 << 22  # weights dequantised at a time: 32 MB
+
+
+class Weights(Protocol):
+    """Weights of one layer, by the names of :func:`tmla.weights.layer_roles`."""
+
+    def blocks(self, name: str, expert: int | None = None) -> np.ndarray:
+        """Q8_0 blocks u8 [rows, I/32, 34] of a matrix, or of one expert's part of it."""
+
+    def vector(self, name: str) -> np.ndarray:
+        """A norm, router or bias in its shape."""
+
+
+class FileWeights:
+    """Weights of one layer of a file; see :class:`Weights`."""
+
+    def __init__(self, gf: GGUFFile, cfg: MLAConfig, number: int):
+        self._gf, self._n_experts, self._block = gf, cfg.n_experts, f"blk.{number}."
+        self._roles = weights.layer_roles(cfg, moe=cfg.is_moe_layer[number])
+
+    def blocks(self, name: str, expert: int | None = None) -> np.ndarray:
+        role = self._roles[name]
+        blocks = self._gf.q8_0_blocks(self._tensor(name))
+        if expert is None:
+            return blocks
+        rows = role.rows // self._n_experts
+        start = expert * rows if role.half is None else (2 * expert + role.half) * rows
+        return blocks[start : start + rows]
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._gf.array(self._tensor(name))
+
+    def _tensor(self, name: str) -> str:
+        source = self._roles[name].source
+        return self._block + source + ("" if "." in source else ".weight")
+
+
+def split(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Q8_0 blocks u8 [rows, I/32, 34] as the references take them: quants u8 [rows, I], scales f16 [rows, I/32]."""
+    quants, scales = q8_0_split(blocks)
+    return quants.reshape(len(blocks), -1), scales
+
+
+def slab_rows(width: int) -> int:
+    """Rows of a matrix that are dequantised at a time."""
+    return max(1, SLAB_VALUES // width)
+
+
+def product(blocks: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """:func:`tmla.stages.linear.matvec_q8_ref` a slab of rows at a time: float64 [rows]."""
+    step = slab_rows(x.size)
+    return np.concatenate([matvec_q8_ref(*split(blocks[r : r + step]), x) for r in range(0, len(blocks), step)])

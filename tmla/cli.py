@@ -1,0 +1,202 @@
+"""The command line: ``tmla run``, ``tmla info``, ``tmla check``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tmla
+from tmla import cli_terminal as terminal
+from tmla import info, runtime
+from tmla.config import open_checked
+from tmla.errors import TmlaError
+from tmla.gguf_file import parse_override
+from tmla.model import fit_n_ctx
+
+_EXIT_CODES = """exit codes:
+  0    done (also when the context is full)
+  1    tmla check found an error above its tolerance
+  2    the command line, the file or the backend cannot be used; one line on stderr says why
+  130  ended by Ctrl-C
+  141  the reader of the output went away
+"""
+_DEFAULT_CTX = 4096
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; default ``sys.argv[1:]``.
+
+    Returns
+    -------
+    int
+        Exit code: see the end of ``tmla --help``.
+    """
+    terminal.prepare_streams()
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as e:  # argparse has said why
+        return int(e.code or 0)
+    try:
+        with terminal.logging_to_stderr(args.verbose):
+            if args.file is None:
+                raise TmlaError(f"{args.name}: no FILE given; name a GGUF file of an MLA model with Q8_0 matrices")
+            code: int = args.command(args)
+            sys.stdout.flush()
+        return code
+    except TmlaError as e:
+        return _fail(str(e))
+    except BrokenPipeError:
+        terminal.drop_stdout()
+        return 141
+    except KeyboardInterrupt:
+        if argv is None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C does not wait for the interpreter's end
+        return 130
+
+
+def _fail(message: str) -> int:
+    terminal.say("error: " + " ".join(message.split()))
+    return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from tmla.cli_run import run
+
+    return run(args)
+
+
+def _info(args: argparse.Namespace) -> int:
+    gf, cfg = open_checked(args.file, overrides=dict(args.override))
+    with gf:
+        n_ctx = args.n_ctx
+        if n_ctx == "max":
+            n_ctx = fit_n_ctx(gf.name, cfg, n_ctx, args.cache, runtime.Caps("cpu", "none", 1, "bytes", False))
+        described = info.describe(gf, cfg, n_ctx, args.cache)
+    terminal.write((json.dumps(described, indent=2) if args.json else info.text(described)) + "\n")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from tmla.cli_check import check
+
+    return check(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tmla",
+        description="Run DeepSeek-style models (Multi-head Latent Attention) from Q8_0 GGUF files with Taichi kernels.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tmla {tmla.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    p = _command(commands, "run", _run, "generate text from a prompt")
+    _add_backend(p)
+    _add_context(p)
+    prompt = p.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; - reads it from stdin")
+    prompt.add_argument("--tokens", type=_ids, metavar="1,2,3", help="ids to continue, fed as they are")
+    p.add_argument("-n", type=_at_least(-1), default=256, metavar="N", help="tokens to choose, -1 until the end (256)")
+    p.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the best token (0)")
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens, 0 all (0)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that hold P (1)")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times the best (0)")
+    p.add_argument("--seed", type=_at_least(0), metavar="N", help="of the random choice")
+    p.add_argument("--stop", action="append", default=[], metavar="S", help="end before this text; may be repeated")
+    p.add_argument("--special", action="store_true", help="read control tokens in the prompt's text as such")
+    p.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the turn")
+    p.add_argument("--ids", action="store_true", help="print ids instead of text")
+
+    p = _command(commands, "info", _info, "say what is in a file and what it will take; reads no weights")
+    _add_context(p)
+    p.add_argument("--json", action="store_true", help="as JSON")
+
+    p = _command(commands, "check", _check, "compare every stage and the whole model with NumPy references")
+    _add_backend(p)
+    p.add_argument(
+        "--tokens", type=_at_least(2), metavar="N", help="prompt length (8, or fewer where the reference takes long)"
+    )
+    return parser
+
+
+def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    p: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.set_defaults(command=function, name=name)
+    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file with matrices in Q8_0, or any shard of one")
+    p.add_argument("-v", "--verbose", action="count", default=0, help="log what is done to stderr; twice for details")
+    p.add_argument(
+        "--override",
+        type=_override,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a metadata key of the file; may be repeated",
+    )
+    return p
+
+
+def _add_backend(p: argparse.ArgumentParser) -> None:
+    default = runtime.default_arch()
+    p.add_argument("--arch", choices=runtime.ARCHS, help=f"backend ({default} here); never replaced by another")
+    p.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads (all cores)")
+
+
+def _add_context(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--ctx",
+        dest="n_ctx",
+        type=_context,
+        default=_DEFAULT_CTX,
+        metavar="N|max",
+        help=f"tokens the cache holds; max: as many as were trained and fit the memory ({_DEFAULT_CTX})",
+    )
+    p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
+
+
+def _at_least(minimum: int) -> Any:
+    def number(text: str) -> int:
+        value = _whole(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is too small, expected {minimum} or more")
+        return value
+
+    return number
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _context(text: str) -> int | str:
+    return text if text == "max" else _at_least(1)(text)
+
+
+def _ids(text: str) -> list[int]:
+    return [_at_least(0)(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _override(text: str) -> tuple[str, Any]:
+    try:
+        return parse_override(text)
+    except TmlaError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None

@@ -1,0 +1,136 @@
+"""``tmla run``: text (or ids) in, text (or ids) out, timings at the end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+from tmla import cli_terminal as terminal
+from tmla import info
+from tmla.config import open_checked
+from tmla.errors import ContextError
+from tmla.generate import Chunk, Stats, StopScanner, stream_generate
+from tmla.model import Model, load
+from tmla.sampling import Sampler
+from tmla.tokenizer import Tokenizer
+
+log = logging.getLogger("tmla")
+
+_MAX_TOKENS_A_CHARACTER = 4  # bytes of UTF-8
+
+_REASONS = {
+    "eos": "the model ended its turn",
+    "stop": "a stop string came",
+    "length": "as many tokens as asked for (-n)",
+    "context": "the context is full (--ctx)",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and return the exit code."""
+    prompt = args.tokens if args.tokens is not None else sys.stdin.read() if args.prompt == "-" else args.prompt
+    refuse_early(args, prompt)
+    model = load_with_bar(args)
+    chunks = stream_generate(
+        model,
+        prompt,
+        max_tokens=None if args.n < 0 else args.n,
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        special=args.special,
+        ignore_eos=args.ignore_eos,
+    )
+    described = info.describe(model.file, model.config, model.n_ctx, model.cache_dtype, model.memory)
+    for line in info.headline(described):
+        terminal.say(line)
+    for note in described["notes"]:
+        log.info("%s", note)
+    compile_s = warm_up(model)
+    n_tokens = 0
+    out = terminal.ModelText()
+    try:
+        last = Chunk("", None)
+        for last in chunks:
+            n_tokens += last.token is not None
+            out.write(_piece(last, n_tokens) if args.ids else last.text)
+    except KeyboardInterrupt:
+        chunks.close()
+        out.end()
+        terminal.say(f"interrupted after {n_tokens} tokens")
+        raise
+    out.end()
+    terminal.say(timing_line(model, compile_s, last.stats))
+    terminal.say(f"ended: {_REASONS[str(last.reason)]}")
+    return 0
+
+
+def refuse_early(args: argparse.Namespace, prompt: str | list[int]) -> None:
+    """Refuse before the weights are loaded what :func:`stream_generate` would refuse after.
+
+    Raises
+    ------
+    ParameterError
+        A sampling parameter is out of its range.
+    ContextError
+        The prompt does not fit the context.
+    """
+    Sampler(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
+    StopScanner(args.stop)
+    if args.n_ctx == "max" or len(prompt) <= args.n_ctx // _MAX_TOKENS_A_CHARACTER - 1:
+        return
+    ids = prompt
+    if isinstance(prompt, str):
+        gf, _ = open_checked(args.file, overrides=dict(args.override))
+        with gf:
+            ids = Tokenizer.from_gguf(gf).encode_prompt(prompt, special=args.special)
+    if len(ids) > args.n_ctx:
+        raise ContextError(
+            f"the prompt has {len(ids)} tokens, but the context holds {args.n_ctx}; shorten it, or give --ctx {len(ids)}"
+        )
+
+
+def load_with_bar(args: argparse.Namespace) -> Model:
+    """Load the model of the command line, with a bar on a terminal."""
+    with terminal.progress_bar("loading") as progress:
+        return load(
+            args.file,
+            arch=args.arch,
+            n_ctx=args.n_ctx,
+            cache_dtype=args.cache,
+            overrides=dict(args.override),
+            progress=progress,
+            threads=args.threads,
+        )
+
+
+def warm_up(model: Model) -> float:
+    """Compile the kernels of a step, so that the prompt's speed is its own; return the seconds it took."""
+    start = time.perf_counter()
+    with terminal.ctrl_c_ends_process():
+        model.prefill([0])
+    model.reset()
+    return time.perf_counter() - start
+
+
+def _piece(chunk: Chunk, n_tokens: int) -> str:
+    if chunk.token is None:
+        return ""
+    return f"{',' * (n_tokens > 1)}{chunk.token}"
+
+
+def timing_line(model: Model, compile_s: float, stats: Stats | None) -> str:
+    """One line: backend, load and compile seconds, speeds, memory."""
+    parts = [f"{model.arch}: load {model.load_s:.2f} s", f"compile {compile_s:.2f} s"]
+    if stats is not None:
+        parts.append(f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tok_s:.1f} tok/s")
+        parts.append(f"decode {stats.n_tokens} tokens, {stats.decode_tok_s:.1f} tok/s")
+    peak = terminal.peak_memory()
+    if peak is not None:
+        parts.append(f"peak memory {info.size(peak)}")
+    return "; ".join(parts)
