@@ -55,7 +55,7 @@ def main(argv=None) -> int:
         tests = parse_tests(args.tests)
     except ValueError as e:
         parser.error(str(e))
-    facts = file_facts(args.model)
+    facts, load = file_facts(args.model), common.load_average()
     n_ctx = max(t.n_ctx for t in tests)
     engine = TmlaEngine(args.model, n_ctx=n_ctx, arch=args.arch, threads=args.threads, cache_dtype=args.cache)
     ceiling = ceiling_of(args, engine.backend, facts.token_weight_bytes)
@@ -64,7 +64,7 @@ def main(argv=None) -> int:
         runner.warm_up(engine, test)
         results.append(runner.result(engine, test, [runner.time_ns(engine, test) for _ in range(args.repetitions)]))
         print(f"{results[-1].test}: {results[-1].avg_ts:.2f} tokens/s", file=sys.stderr)
-    env = common.environment(engine.backend, engine.n_threads)
+    env = common.environment(engine.backend, engine.n_threads, load)
     emit(args, lambda stream: common.write_results(stream, results, env, args.output, ceiling))
     return 0
 

@@ -141,12 +141,12 @@ def main(argv=None) -> int:
         return 0
     if args.cold_pages and not hasattr(os, "posix_fadvise"):
         p.error("--cold-pages: this system has no posix_fadvise")
-    runs = []
+    runs, load = [], common.load_average()
     with tempfile.TemporaryDirectory() as kernel_cache:
         for _ in range(1 + args.repetitions):
             (drop_pages if args.cold_pages else read_pages)(args.model)
             runs.append(run_child(args, kernel_cache))
-    env = common.environment(runs[0]["arch"], args.threads)
+    env = common.environment(runs[0]["arch"], args.threads, load)
     size = os.path.getsize(args.model)
 
     def write(stream) -> None:

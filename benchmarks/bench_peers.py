@@ -99,7 +99,7 @@ def main(argv=None) -> int:
         tests = parse_tests(args.tests)
     except ValueError as e:
         parser.error(str(e))
-    facts = file_facts(args.model)
+    facts, load = file_facts(args.model), common.load_average()
     settings = [False, True] if args.fa == "both" else [args.fa == "1"]
     if facts.arch == "plm" and True in settings:
         print("plm: llama.cpp aborts with flash attention on this architecture; it runs without", file=sys.stderr)
@@ -124,7 +124,7 @@ def main(argv=None) -> int:
     for test in tests:
         comparisons.append(compare(runner, engines, test, args.repetitions))
         print(f"{comparisons[-1].test}: ratio {comparisons[-1].ratio:.2f}", file=sys.stderr)
-    env = common.environment(engines[0].backend, threads)
+    env = common.environment(engines[0].backend, threads, load)
     results = [r for c in comparisons for r in c.results]
 
     def write(stream) -> None:

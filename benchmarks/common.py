@@ -70,20 +70,27 @@ class Environment:
     arch: str
     threads: int | None
     date: str
+    load_average: float | None = None  # of the last minute, before the run: what else ran
 
     def line(self) -> str:
         """One line that belongs above every table."""
         versions = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in self.versions.items())
         device = f"{self.gpu}; {self.cpu}" if self.gpu and self.gpu != self.cpu else self.cpu
         threads = f", {self.threads} threads" if self.threads else ""
+        load = "" if self.load_average is None else f"; load average before: {self.load_average:.1f}"
         return (
             f"{device} ({self.n_cpus} CPUs), {self.system}; arch that ran: {self.arch}{threads}; "
-            f"tmla {self.commit or 'of no checkout'}, Python {self.python}, {versions}; {self.date}"
+            f"tmla {self.commit or 'of no checkout'}, Python {self.python}, {versions}; {self.date}{load}"
         )
 
 
-def environment(arch: str, threads: int | None = None) -> Environment:
-    """Describe this machine, the packages and the checkout; `arch` is the backend that ran."""
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute; None where the system does not tell. Ask before the run."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def environment(arch: str, threads: int | None = None, load: float | None = None) -> Environment:
+    """Describe this machine, the packages and the checkout; `arch` is the backend that ran, `load` the load before."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -101,6 +108,7 @@ def environment(arch: str, threads: int | None = None) -> Environment:
         arch=arch,
         threads=threads,
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        load_average=load,
     )
 
 

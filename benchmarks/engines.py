@@ -45,27 +45,32 @@ def parse_tests(text: str) -> list[Test]:
 
 
 class Engine(Protocol):
-    """What a measurement needs of an engine. `n_past` counts the cached tokens."""
+    """What a measurement needs of an engine."""
 
     name: str
     backend: str
     n_threads: int | None
     type_kv: str
-    flash_attn: bool | None
-    n_past: int
+    flash_attn: bool | None  # None where the choice does not exist
 
-    def prefill(self, tokens) -> np.ndarray: ...
+    @property
+    def n_past(self) -> int:
+        """Cached tokens."""
 
-    def decode(self, token: int) -> np.ndarray: ...
+    def prefill(self, tokens) -> np.ndarray:
+        """Feed tokens; logits behind the last."""
 
-    def rewind(self, n_past: int) -> None: ...
+    def decode(self, token: int) -> np.ndarray:
+        """Feed one token; its logits."""
+
+    def rewind(self, n_past: int) -> None:
+        """Forget everything from position `n_past` on."""
 
 
 class TmlaEngine:
     """tmla behind the interface of :class:`Engine`."""
 
     name = "tmla"
-    flash_attn = None
 
     def __init__(self, path, *, n_ctx: int, arch: str | None, threads: int | None, cache_dtype: str = "f16"):
         import tmla
@@ -73,6 +78,7 @@ class TmlaEngine:
         self.model = tmla.load(path, arch=arch, n_ctx=n_ctx, cache_dtype=cache_dtype, threads=threads)
         self.backend = self.model.arch
         self.type_kv = cache_dtype
+        self.flash_attn: bool | None = None
         self.n_threads = (threads or os.cpu_count()) if self.model.arch == "cpu" else None
 
     @property

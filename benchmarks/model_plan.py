@@ -69,7 +69,7 @@ def metadata(s: ModelShape) -> dict:
 
 
 def _model_keys(s: ModelShape) -> dict:
-    keys = {
+    keys: dict[str, object] = {
         "block_count": s.n_blocks,
         "context_length": s.context_length,
         "embedding_length": s.dim,
@@ -119,7 +119,7 @@ def _writes_zero_q_lora(s: ModelShape) -> bool:
 
 
 def _expert_keys(s: ModelShape) -> dict:
-    keys = {
+    keys: dict[str, object] = {
         "leading_dense_block_count": s.n_dense,
         "expert_feed_forward_length": s.expert_ffn_dim or s.ffn_dim,
         "expert_shared_count": s.n_shared_experts,
@@ -175,7 +175,7 @@ def tensors(s: ModelShape) -> list[Matrix | Vector]:
     head_gain = embd_gain if s.tied_head else LOGIT_STD
     if s.arch == "minicpm3":
         head_gain *= MINICPM3_LOGIT_BASE / s.dim
-    out = [
+    out: list[Matrix | Vector] = [
         Matrix("token_embd.weight", (s.n_vocab, s.dim), embd_gain),
         Vector("output_norm.weight", (s.dim,), LOGIT_STD / head_gain, 0.3 * LOGIT_STD / head_gain),
     ]

@@ -1,0 +1,199 @@
+"""The benchmark programs: what is timed, the statistics, the tables, and one run of each on a tiny file."""
+
+import csv
+import io
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_decode, bench_load, bench_peers, common
+from benchmarks.engines import FileFacts, Runner, Test, file_facts, parse_tests, read_ceiling_gb_s
+from benchmarks.make_model import write_model
+from benchmarks.shapes import SHAPES
+from tests.variants import VARIANTS, variant_file
+
+FACTS = FileFacts("m.gguf", "deepseek2 1M Q8_0", 1_111_520, 1_003_904, 300, "deepseek2", 5000, 640)
+
+
+class RecordingEngine:
+    """Counts what it is asked to do; `n_past` moves as a cache would."""
+
+    backend, n_threads, type_kv, flash_attn = "cpu", 2, "f16", None
+
+    def __init__(self, name="tmla"):
+        self.name, self.n_past, self.calls = name, 0, []
+
+    def prefill(self, tokens):
+        self.calls.append(("prefill", self.n_past, len(tokens)))
+        self.n_past += len(tokens)
+        return np.arange(8.0)
+
+    def decode(self, token):
+        self.calls.append(("decode", self.n_past, token))
+        self.n_past += 1
+        return np.arange(8.0)
+
+    def rewind(self, n_past):
+        assert 0 <= n_past <= self.n_past
+        self.n_past = n_past
+
+
+def result(**changes):
+    values = dict(
+        engine="tmla", model_filename="m.gguf", model_type="deepseek2 1M Q8_0", model_size=1_111_520,
+        model_n_params=1_003_904, backend="cpu", n_threads=2, type_kv="f16", flash_attn=None, n_prompt=0, n_gen=4,
+        n_depth=0, samples_ns=(1_000_000, 2_000_000, 4_000_000), bytes_per_token=10_000,
+    )  # fmt: skip
+    return common.Result(**(values | changes))
+
+
+def test_tests_are_parsed_and_sorted_by_depth():
+    assert parse_tests("tg64@d4096, pp512,tg128 @ d16") == [Test(512, 0, 0), Test(0, 128, 16), Test(0, 64, 4096)]
+    for bad in ("pp", "tg0", "512", "pp512@4096", ""):
+        with pytest.raises(ValueError, match="expected ppN or tgN"):
+            parse_tests(bad)
+
+
+def test_only_the_missing_part_of_the_depth_is_prefilled():
+    engine, runner = RecordingEngine(), Runner(FACTS, 40)
+    runner.time_ns(engine, Test(0, 3, 10))
+    runner.time_ns(engine, Test(0, 3, 10))
+    runner.time_ns(engine, Test(5, 0, 16))
+    assert [c[:2] for c in engine.calls] == [
+        ("prefill", 0), *[("decode", 10 + i) for i in range(3)], *[("decode", 10 + i) for i in range(3)],
+        ("prefill", 10), ("prefill", 16),
+    ]  # fmt: skip
+    assert engine.calls[-1] == ("prefill", 16, 5)
+    assert engine.n_past == 16
+    assert [c[2] for c in engine.calls[1:4]] == runner.tokens[10:13]
+
+
+def test_statistics():
+    r = result()
+    assert r.samples_ts == pytest.approx((4000, 2000, 1000))
+    assert r.avg_ts == pytest.approx(7000 / 3)
+    assert r.stddev_ts == pytest.approx(statistics.stdev([4000, 2000, 1000]))
+    assert r.read_gb_s == pytest.approx(10_000 * 2000 / 1e9)
+    assert result(samples_ns=(5,)).stddev_ts == 0
+    assert result(n_prompt=4, n_gen=0).read_gb_s == 0
+    assert result(n_depth=7).test == "tg4 @ d7"
+
+
+def test_markdown_has_the_columns_of_llama_bench():
+    env = common.environment("cpu", 2, 0.25)
+    out = io.StringIO()
+    common.write_results(out, [result(), result(n_prompt=512, n_gen=0)], env, "md")
+    line, _, header, rule, *rows = out.getvalue().splitlines()
+    assert "arch that ran: cpu, 2 threads" in line
+    assert "load average before: 0.2" in line
+    names = [c.strip() for c in header.strip("|").split("|")]
+    assert names == ["model", "size", "params", "backend", "threads", "fa", "test", "t/s"]
+    assert len({len(x) for x in (header, rule, *rows)}) == 1
+    assert "2333.33 ± 1527.53" in rows[0]
+    assert "| 1.06 MiB |" in rows[0]
+    assert "pp512" in rows[1]
+    with_ceiling = common.results_markdown([result()], read_ceiling_gb_s=0.04)
+    assert "50%" in with_ceiling
+
+
+def test_csv_and_json_carry_the_same_numbers():
+    env = common.environment("cpu", 2)
+    text, doc = io.StringIO(), io.StringIO()
+    common.write_results(text, [result()], env, "csv")
+    common.write_results(doc, [result()], env, "json")
+    (row,) = csv.DictReader(io.StringIO(text.getvalue()))
+    (record,) = json.loads(doc.getvalue())
+    assert float(row["avg_ts"]) == record["avg_ts"] == pytest.approx(7000 / 3)
+    assert record["samples_ns"] == [1_000_000, 2_000_000, 4_000_000]
+    assert {"build_commit", "model_n_params", "n_depth", "stddev_ns", "type_k"} <= set(row)
+
+
+def test_engines_alternate_and_ratios_are_against_the_better_peer():
+    engines = [RecordingEngine("tmla"), RecordingEngine("a"), RecordingEngine("b")]
+    comparison = bench_peers.compare(Runner(FACTS, 8), engines, Test(0, 2), 3)
+    assert all(len(r.samples_ns) == 3 for r in comparison.results)
+    made = bench_peers.Comparison(
+        "tg4", (result(), result(flash_attn=False, samples_ns=(8_000_000,) * 3), result(flash_attn=True))
+    )
+    assert made.best_peer.flash_attn is True
+    assert made.ratio == pytest.approx(1)
+    assert made.paired == pytest.approx((1, 1, 1))
+    table = bench_peers.ratios_markdown([made])
+    assert "llama.cpp fa=1 t/s" in table
+    assert "1.00 (1.00..1.00)" in table
+
+
+@pytest.mark.parametrize("name", ["lite", "v3", "dense", "glm", "plm"])
+def test_bytes_of_a_token_are_what_it_reads(tmp_path, name):
+    s, facts = VARIANTS[name], file_facts(variant_file(name, tmp_path))
+
+    def q8(*shape):
+        return math.prod(shape) * 34 // 32
+
+    d, c, h = s.dim, s.kv_lora_rank, s.n_heads
+    attention = q8(c + s.qk_rope_head_dim, d) + q8(h * (s.qk_nope_head_dim + s.v_head_dim), c)
+    attention += q8(d, h * s.v_head_dim) + 4 * (2 * d + c)
+    if s.q_lora_rank:
+        attention += q8(s.q_lora_rank, d) + q8(h * s.qk_head_dim, s.q_lora_rank) + 4 * s.q_lora_rank
+    else:
+        attention += q8(h * s.qk_head_dim, d)
+    n_mats = 2 if s.arch == "plm" else 3
+    moe = 3 * (s.n_experts_used * q8(s.expert_ffn_dim, d) + q8(s.shared_ffn_dim, d))
+    moe += 4 * s.n_experts * (d + s.expert_bias)
+    total = s.n_layers * attention + s.n_dense * n_mats * q8(s.ffn_dim, d) + (s.n_layers - s.n_dense) * moe
+    total += q8(s.n_vocab, d) + 4 * d + (0 if s.tied_head else q8(d))
+    assert facts.token_weight_bytes == total
+    assert facts.bytes_at(9, "f16") - facts.bytes_at(8, "f16") == 2 * s.n_layers * (c + s.qk_rope_head_dim)
+
+
+def test_read_ceiling_is_a_bandwidth():
+    assert 0.1 < read_ceiling_gb_s(1 << 26, 2, repetitions=2) < 2000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    (path,) = write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", SHAPES["tiny"])
+    return path
+
+
+def test_bench_decode_runs(tiny, tmp_path, capsys):
+    options = ["--arch", "cpu", "--tests", "pp5,tg3@d4", "-r", "2", "-o", "json", "--no-ceiling"]
+    assert bench_decode.main([str(tiny), *options, "--to", str(tmp_path / "out.json")]) == 0
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert '"n_depth": 4' in capsys.readouterr().out
+    assert [(r["n_prompt"], r["n_gen"], r["n_depth"]) for r in records] == [(5, 0, 0), (0, 3, 4)]
+    assert all(r["avg_ts"] > 0 and len(r["samples_ns"]) == 2 for r in records)
+
+
+def test_bench_load_runs(tiny, capsys):
+    assert bench_load.main([str(tiny), "--arch", "cpu", "-r", "0", "--ctx", "64", "-o", "json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    (run,) = out["runs"]
+    assert run["load_s"] > 0
+    assert run["to_first_token_s"] > run["load_s"] + run["first_token_s"]
+    assert run["peak_bytes"] > run["planned_bytes"] > out["file_bytes"] / 2
+    table = bench_load.table([run, run | {"load_s": 2.0}, run | {"load_s": 4.0}, run | {"load_s": 3.0}], 6_000_000_000)
+    header, _, compiled, cached = ([c.strip() for c in line.strip("|").split("|")] for line in table.splitlines())
+    assert compiled[0] == "compiled"
+    assert cached[header.index("load s")] == "3.000"
+    assert cached[header.index("load GB/s")] == "2.000"
+
+
+def test_bench_peers_runs(tiny, tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python (the bench extra) is not installed")
+    options = ["--arch", "cpu", "--threads", "1", "--tests", "tg3", "-r", "2", "-o", "json", "--no-ceiling"]
+    assert bench_peers.main([str(tiny), *options, "--to", str(tmp_path / "out.json")]) == 0
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert [r["flash_attn"] for r in out["results"]] == [None, False, True]
+    assert min(out["correlations"]) > 0.98
+    assert out["ratios"]["tg3"]["ratio"] > 0
+
+
+def test_a_bad_test_name_is_a_usage_error(tiny, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        bench_decode.main([str(tiny), "--tests", "fast"])
+    assert exit_info.value.code == 2
+    assert "expected ppN or tgN" in capsys.readouterr().err
