@@ -6,7 +6,7 @@ those who want to look at what lies between, and for the tests that compare the 
 
 import taichi as ti
 
-from tmla.stages import absorb, argmax, attention, ffn, kv_a, linear, norm, rope, router, v_combine
+from tmla.stages import absorb, argmax, attention, ffn, linear, norm, rope, router, v_combine
 from tmla.stages.embed import embed_body
 
 
@@ -21,9 +21,9 @@ def attention_block(w: ti.template(), s: ti.template(), layer):
     else:
         linear.matvec_q8_heads_body(w.q_q, w.q_d, layer, s.xn, s.q)
     rope.rope_heads_body(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
-    kv_a.kv_a_body(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, s.pos)
-    norm.latent_norm_body(w.cache, layer, s.pos, w.kv_a_norm, w.eps)
-    rope.rope_cache_body(w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
+    linear.matvec_q8_heads_body(w.kv_a_q, w.kv_a_d, layer, s.xn, s.row)
+    norm.latent_norm_body(s.row, w.kv_a_norm, layer, w.eps, w.cache, s.pos)
+    rope.rope_cache_body(s.row, w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
     if ti.static(w.split):
         absorb.absorb_split_body(w.k_q, w.k_d, layer, s.q, w.n_latent, s.scale, s.pos, s.qa)
     else:
@@ -94,9 +94,9 @@ def layer_stages(w, s, layer):
     else:
         linear.matvec_q8_heads(w.q_q, w.q_d, layer, s.xn, s.q)
     rope.rope_heads(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
-    kv_a.kv_a(w.kv_a_q, w.kv_a_d, layer, s.xn, w.cache, s.pos)
-    norm.latent_norm(w.cache, layer, s.pos, w.kv_a_norm, w.eps)
-    rope.rope_cache(w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
+    linear.matvec_q8_heads(w.kv_a_q, w.kv_a_d, layer, s.xn, s.row)
+    norm.latent_norm(s.row, w.kv_a_norm, layer, w.eps, w.cache, s.pos)
+    rope.rope_cache(s.row, w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
     absorb.absorb(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, s.pos, s.qa, split=w.split)
     attention.attention(w.cache, layer, s.pos, s.qa, s.attn)
     v_combine.join_splits(s.pos, s.attn, s.mix)

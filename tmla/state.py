@@ -39,7 +39,8 @@ class AttentionScratch:
 class State:
     """Activations of one token and the tables that depend on the position.
 
-    ``x`` [1, D] residual, ``xn`` [1, D] normalised, ``q`` [1, H, N + R] queries, ``qa`` [1, H, C + R] fused queries,
+    ``x`` [1, D] residual, ``xn`` [1, D] normalised, ``q`` [1, H, N + R] queries, ``row`` [1, 1, C + R] kv_a
+    projection, ``qa`` [1, H, C + R] fused queries,
     ``mix`` [H, C] latent mix, ``o`` [1, H * V] heads' values, ``hidden`` [1, K * Fe + Fs], ``logits`` [1, n_vocab];
     ``rope`` [T, R/2, 2], ``scale`` [T] score scale; ``pos`` [1] the position of the token being decoded; ``token`` [1] the
     last greedy choice, ``chosen`` [MAX_CHOSEN] those of a run, among the first ``n_choice`` ids.
@@ -58,6 +59,7 @@ class State:
         self.q_low = pool.field(ti.f32, (1, max(1, cfg.q_lora_rank)))
         self.q_low_n = pool.field(ti.f32, (1, max(1, cfg.q_lora_rank)))
         self.q = pool.field(ti.f32, (1, h, cfg.qk_head_dim))
+        self.row = pool.field(ti.f32, (1, 1, cfg.cache_row_width))
         self.qa = pool.field(ti.f32, (1, h, cfg.cache_row_width))
         self.mix = pool.field(ti.f32, (h, c))
         self.o = pool.field(ti.f32, (1, h * cfg.v_head_dim))

@@ -1,4 +1,4 @@
-"""RMSNorm: of the residual row, and of the latent part of a cache row in place.
+"""RMSNorm: of the residual row, and of the latent on its way into the cache.
 
 ``y = x / sqrt(mean(x^2) + eps) * w`` (Zhang and Sennrich, 2019).
 """
@@ -21,17 +21,16 @@ def rms_norm_body(x: ti.template(), w: ti.template(), layer, eps, y: ti.template
 
 
 @ti.func
-def latent_norm_body(cache: ti.template(), layer, pos: ti.template(), w: ti.template(), eps):
+def latent_norm_body(row: ti.template(), w: ti.template(), layer, eps, cache: ti.template(), pos: ti.template()):
     n = ti.static(w.shape[1])
     ti.loop_config(serialize=True)
     for _ in range(1):
         ss = 0.0
         for c in range(n):
-            v = ti.cast(cache[layer, pos[0], c], ti.f32)
-            ss += v * v
+            ss += row[0, 0, c] * row[0, 0, c]
         inv = 1.0 / ti.sqrt(ss / n + eps)
         for c in range(n):
-            cache[layer, pos[0], c] = ti.cast(ti.cast(cache[layer, pos[0], c], ti.f32) * inv * w[layer, c], cache.dtype)
+            cache[layer, pos[0], c] = ti.cast(row[0, 0, c] * inv * w[layer, c], cache.dtype)
 
 
 @ti.kernel
@@ -40,8 +39,10 @@ def _rms_norm(x: ti.template(), w: ti.template(), layer: ti.i32, eps: ti.f32, y:
 
 
 @ti.kernel
-def _latent_norm(cache: ti.template(), layer: ti.i32, pos: ti.template(), w: ti.template(), eps: ti.f32):
-    latent_norm_body(cache, layer, pos, w, eps)
+def _latent_norm(
+    row: ti.template(), w: ti.template(), layer: ti.i32, eps: ti.f32, cache: ti.template(), pos: ti.template()
+):
+    latent_norm_body(row, w, layer, eps, cache, pos)
 
 
 def rms_norm(x, w, layer, eps, y):
@@ -49,16 +50,20 @@ def rms_norm(x, w, layer, eps, y):
     _rms_norm(x, w, layer, eps, y)
 
 
-def latent_norm(cache, layer, pos, w, eps):
-    """Normalise the first C values of cache row ``pos[0]`` in place.
+def latent_norm(row, w, layer, eps, cache, pos):
+    """Normalise the latent of the kv_a projection into the cache.
 
     Parameters
     ----------
-    cache : ti.Field, f16 or f32 [L, T, C + R]
-    pos : ti.Field, i32 [1]
+    row : ti.Field, f32 [1, 1, C + R]
+        The kv_a projection. It is f32 so that a f16 cache rounds once: a row that is rounded, normalised in place and
+        rounded again has twice the error, and moves near-ties of the router (docs/log.md).
     w : ti.Field, f32 [L, C]
+    cache : ti.Field, f16 or f32 [L, T, C + R]
+        ``cache[layer, pos[0], :C]`` is written.
+    pos : ti.Field, i32 [1]
     """
-    _latent_norm(cache, layer, pos, w, eps)
+    _latent_norm(row, w, layer, eps, cache, pos)
 
 
 def rms_norm_ref(x, w, eps):

@@ -1,6 +1,6 @@
-"""Rotary embedding of the pe window, in place: of the query heads, and of the key tail of a cache row.
+"""Rotary embedding of the pe window: of the query heads in place, and of the key tail on its way into the cache.
 
-Both are one stage: :func:`rope_row` turns R values at `offset` of row ``[a, b]`` of a field.
+Both are one stage: :func:`rope_row` turns the R values at `offset` of one row into another.
 Pair p of the window turns by angle ``pos * freq[p]``. *consecutive* pairs are ``(2p, 2p+1)`` (deepseek2, plm),
 *half* pairs ``(p, p + R/2)`` (minicpm3). Source: RoFormer (Su et al., 2021); YaRN changes the table alone.
 """
@@ -10,7 +10,18 @@ import taichi as ti
 
 
 @ti.func
-def rope_row(buf: ti.template(), a, b, offset, table: ti.template(), pos: ti.template(), half: ti.template()):
+def rope_row(
+    src: ti.template(),
+    src_a,
+    src_b,
+    dst: ti.template(),
+    dst_a,
+    dst_b,
+    offset,
+    table: ti.template(),
+    pos: ti.template(),
+    half: ti.template(),
+):
     n_pair = ti.static(table.shape[1])
     for p in range(n_pair):
         i = offset + 2 * p
@@ -18,24 +29,32 @@ def rope_row(buf: ti.template(), a, b, offset, table: ti.template(), pos: ti.tem
         if ti.static(half):
             i = offset + p
             j = i + n_pair
-        u, v = ti.cast(buf[a, b, i], ti.f32), ti.cast(buf[a, b, j], ti.f32)
+        u, v = src[src_a, src_b, i], src[src_a, src_b, j]
         cos, sin = table[pos[0], p, 0], table[pos[0], p, 1]
-        buf[a, b, i] = ti.cast(u * cos - v * sin, buf.dtype)
-        buf[a, b, j] = ti.cast(u * sin + v * cos, buf.dtype)
+        dst[dst_a, dst_b, i] = ti.cast(u * cos - v * sin, dst.dtype)
+        dst[dst_a, dst_b, j] = ti.cast(u * sin + v * cos, dst.dtype)
 
 
 @ti.func
 def rope_heads_body(q: ti.template(), offset, table: ti.template(), pos: ti.template(), half: ti.template()):
     ti.loop_config(serialize=True)
     for h in range(q.shape[1]):
-        rope_row(q, 0, h, offset, table, pos, half)
+        rope_row(q, 0, h, q, 0, h, offset, table, pos, half)
 
 
 @ti.func
-def rope_cache_body(cache: ti.template(), layer, offset, table: ti.template(), pos: ti.template(), half: ti.template()):
+def rope_cache_body(
+    row: ti.template(),
+    cache: ti.template(),
+    layer,
+    offset,
+    table: ti.template(),
+    pos: ti.template(),
+    half: ti.template(),
+):
     ti.loop_config(serialize=True)
     for _ in range(1):
-        rope_row(cache, layer, pos[0], offset, table, pos, half)
+        rope_row(row, 0, 0, cache, layer, pos[0], offset, table, pos, half)
 
 
 @ti.kernel
@@ -45,6 +64,7 @@ def _rope_heads(q: ti.template(), offset: ti.i32, table: ti.template(), pos: ti.
 
 @ti.kernel
 def _rope_cache(
+    row: ti.template(),
     cache: ti.template(),
     layer: ti.i32,
     offset: ti.i32,
@@ -52,7 +72,7 @@ def _rope_cache(
     pos: ti.template(),
     half: ti.template(),
 ):
-    rope_cache_body(cache, layer, offset, table, pos, half)
+    rope_cache_body(row, cache, layer, offset, table, pos, half)
 
 
 def rope_heads(q, offset, table, pos, half=False):
@@ -72,9 +92,18 @@ def rope_heads(q, offset, table, pos, half=False):
     _rope_heads(q, offset, table, pos, half)
 
 
-def rope_cache(cache, layer, offset, table, pos, half=False):
-    """Rotate the tail of cache row ``[layer, pos[0]]``, f16 or f32 [L, T, C + R]; `offset` is C."""
-    _rope_cache(cache, layer, offset, table, pos, half)
+def rope_cache(row, cache, layer, offset, table, pos, half=False):
+    """Rotate the tail of the kv_a projection into the cache.
+
+    Parameters
+    ----------
+    row : ti.Field, f32 [1, 1, C + R]
+    cache : ti.Field, f16 or f32 [L, T, C + R]
+        ``cache[layer, pos[0], C:]`` is written.
+    offset : int
+        C.
+    """
+    _rope_cache(row, cache, layer, offset, table, pos, half)
 
 
 def rope_ref(x, table, half=False):
