@@ -91,7 +91,7 @@ def refuse_early(args: argparse.Namespace, prompt: str | list[int]) -> None:
             ids = Tokenizer.from_gguf(gf).encode_prompt(prompt, special=args.special)
     if len(ids) > args.n_ctx:
         raise ContextError(
-            f"the prompt has {len(ids)} tokens, but the context holds {args.n_ctx}; shorten it, or give --ctx {len(ids)}"
+            f"the prompt has {len(ids)} tokens, but the context holds {args.n_ctx}; shorten it, or use --ctx {len(ids)}"
         )
 
 
