@@ -23,6 +23,7 @@ from tools.demo_model.tokens import BOS, PAD
 
 SOURCE_WEIGHTS = {"austen": 0.34, "moby-dick": 0.10, "kjv": 0.20, "addresses": 0.28, "chat": 0.08}
 PART_BYTES = 15_000_000
+READY_AT = 20  # steps after which everything is compiled; the time before does not count as progress
 
 
 class Windows:
@@ -98,12 +99,18 @@ def autocast(device):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-def learning_rate(args, step, steps):
-    """Warm-up, then a cosine down to a twentieth."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    progress = min(1.0, (step - args.warmup) / max(1, steps - args.warmup))
-    return args.lr * (0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * progress)))
+def progress(args, state):
+    """Share of the training that is done: by steps, or by time where that runs out first."""
+    done = state["step"] / args.steps
+    if args.max_seconds is not None and state["step"] > READY_AT:
+        done = max(done, (state["spent"] - state["ready"]) / max(1e-9, args.max_seconds - state["ready"]))
+    return done
+
+
+def learning_rate(args, step, done):
+    """Warm-up, then a cosine down to a fiftieth."""
+    warm = min(1.0, (step + 1) / args.warmup)
+    return args.lr * warm * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
 
 
 def save_weights(folder, network):
@@ -149,7 +156,7 @@ def train(args, shape):
     network = Network(shape, args.dropout).to(device)
     optimizer = make_optimizer(network, args, device)
     args.run.mkdir(parents=True, exist_ok=True)
-    state = {"step": 0, "best": math.inf, "worse": 0, "spent": 0.0}
+    state = {"step": 0, "best": math.inf, "worse": 0, "spent": 0.0, "ready": 0.0}
     last = args.run / "last.pt"
     if last.exists():
         saved = torch.load(last, map_location=device, weights_only=False)
@@ -163,13 +170,13 @@ def train(args, shape):
     total, active = count_parameters(network)
     report(args, {"parameters": total, "active": active, "device": device.type, **vars(args)})
     spent_before = state["spent"]
-    while state["step"] < args.steps and state["worse"] < args.patience:
+    while (done := progress(args, state)) < 1.0 and state["worse"] < args.patience:
         step = state["step"]
-        # the last part of the training sees whole contexts, in as many tokens a step
-        length = shape.context if step >= args.long_from * args.steps else args.length
+        # every other step sees whole contexts, in as many tokens
+        length = shape.context if step % 2 else args.length
         inputs, targets = windows.batch(max(1, args.batch_tokens // length), length)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step, args.steps)
+            group["lr"] = learning_rate(args, step, done)
         with autocast(device):
             loss, balance = network.loss(inputs, targets)
         (loss + args.balance * balance).backward()
@@ -178,22 +185,21 @@ def train(args, shape):
         optimizer.zero_grad(set_to_none=True)
         state["step"] = step + 1
         state["spent"] = spent_before + time.monotonic() - began
-        out_of_time = args.max_seconds is not None and state["spent"] > args.max_seconds
-        if (step + 1) % args.evaluate == 0 or step + 1 == args.steps or out_of_time:
+        if step + 1 == READY_AT:
+            state["ready"] = state["spent"]
+        if (step + 1) % args.evaluate == 0 or progress(args, state) >= 1.0:
             with torch.compiler.set_stance("force_eager"):  # one shape more is not worth a compilation
                 valid = validate(network, windows, min(1024, shape.context), args.rows)
             state["worse"] = 0 if valid < state["best"] else state["worse"] + 1
             if valid < state["best"]:
                 state["best"] = valid
                 save_weights(args.run, network)
-            numbers = {"step": step + 1, "seconds": state["spent"], "length": length, "train": loss.item()}
+            numbers = {"step": step + 1, "seconds": state["spent"], "train": loss.item()}
             numbers |= {"valid": valid, "balance": balance.item(), "norm": norm.item(), "best": state["best"]}
             report(args, numbers)
             if args.checkpoint:
                 saved = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(saved | {"generator": windows.generator.get_state(), "state": state}, last)
-        if out_of_time:
-            break
     return state["best"]
 
 
@@ -213,17 +219,16 @@ def make_parser():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens a step")
-    parser.add_argument("--length", type=int, default=512, help="window of the first part of the training")
-    parser.add_argument("--long-from", type=float, default=0.75, help="share of the steps before whole contexts")
+    parser.add_argument("--length", type=int, default=512, help="window of every other step; the rest see whole contexts")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the balance loss")
-    parser.add_argument("--evaluate", type=int, default=200, help="steps between evaluations")
-    parser.add_argument("--patience", type=int, default=6, help="evaluations without a gain before it stops")
+    parser.add_argument("--evaluate", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--patience", type=int, default=10, help="evaluations without a gain before it stops")
     parser.add_argument("--rows", type=int, default=16, help="validation windows at once")
-    parser.add_argument("--max-seconds", type=float, help="stop and save after this long")
+    parser.add_argument("--max-seconds", type=float, help="end the schedule by then, however many steps that gives")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=True)
