@@ -115,9 +115,10 @@ def test_dense_is_what_has_no_router():
     cfg = config(v2_lite(n_layers=5, router=False))
     assert (cfg.n_moe_layers, cfg.n_experts, cfg.expert_ffn_dim) == (0, 0, 0)
     assert any("expert_count is 64" in note for note in cfg.notes)
-    cfg = config(v2_lite(n_layers=5, n_dense=3), leading_dense_block_count=None)
-    assert cfg.is_moe_layer == (False, False, False, True, True)
-    assert any("leading_dense_block_count" in note for note in cfg.notes)
+    for told in (None, 2, 4, 2**31 - 1):
+        cfg = config(v2_lite(n_layers=5, n_dense=3), leading_dense_block_count=told)
+        assert cfg.is_moe_layer == (False, False, False, True, True)
+        assert any("leading_dense_block_count" in note for note in cfg.notes)
     cfg = config(v2_lite(n_layers=5, n_dense=0), feed_forward_length=None, leading_dense_block_count=0)
     assert (cfg.ffn_dim, cfg.n_moe_layers) == (0, 5)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.variants import VARIANTS, variant_file
-from tmla import reference
+from tmla import reference, reference_weights, rope
 from tmla.config import open_checked
 from tmla.errors import ContextError, TmlaError
 
@@ -71,8 +71,8 @@ def test_absorbed_attention_agrees(tmp_path_factory, name):
     gf, cfg = open_checked(variant_file(name, tmp_path_factory.getbasetemp()))
     rng, n_tokens, n = np.random.default_rng(3), 21, cfg.qk_nope_head_dim
     with gf:
-        w, x = reference._Weights(gf), rng.standard_normal((n_tokens, cfg.dim))
-        turns = np.arange(n_tokens)[:, None] * reference.rope.rope_frequencies(cfg, n_tokens)
+        w, x = reference_weights.Weights(gf), rng.standard_normal((n_tokens, cfg.dim))
+        turns = np.arange(n_tokens)[:, None] * rope.rope_frequencies(cfg, n_tokens)
         temperature = rng.uniform(1, 2, n_tokens)
         out, rows = reference.attention(w, cfg, "blk.1.", x, turns, temperature)
         if cfg.q_lora_rank:
@@ -109,20 +109,20 @@ def test_variants_are_finite_and_causal(tmp_path_factory, name):
 def test_slabs_make_no_difference(tmp_path_factory, monkeypatch):
     path, tokens = variant_file("v3_fused", tmp_path_factory.getbasetemp()), [5, 3, 250, 7]
     whole = reference.logits(path, tokens)
-    monkeypatch.setattr(reference, "SLAB_VALUES", 7 * 96)  # 7 rows of D: no width here is a multiple
+    monkeypatch.setattr(reference_weights, "SLAB_VALUES", 7 * 96)  # 7 rows of D: no width here is a multiple
     np.testing.assert_allclose(reference.logits(path, tokens), whole, rtol=0, atol=1e-12 * np.abs(whole).max())
 
 
 def test_only_chosen_experts_are_dequantised(tmp_path_factory, monkeypatch):
     seen = set()
-    slab = reference._Weights.slab
+    slab = reference_weights.Weights.slab
 
     def spy(self, name, start, stop):
         if name == "blk.1.ffn_up_exps.weight":
             seen.add(start // 32)  # 32 rows an expert
         return slab(self, name, start, stop)
 
-    monkeypatch.setattr(reference._Weights, "slab", spy)
+    monkeypatch.setattr(reference_weights.Weights, "slab", spy)
     trace = reference.trace(variant_file("lite_384_experts", tmp_path_factory.getbasetemp()), [1, 2, 3])
     assert seen == set(trace.experts[0].reshape(-1).tolist())
     assert len(seen) <= 24

@@ -54,6 +54,7 @@ def v2_lite(n_layers=27, n_dense=1, router=True):
         name="lite.gguf",
         metadata={"general.architecture": "deepseek2"} | {f"deepseek2.{key}": value for key, value in metadata.items()},
         overridden={},
+        notes=(),
         tensors={n: tensor(n, shape, "F32" if n.endswith(vector) else "Q8_0") for n, shape in shapes.items()},
     )
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from tmla import config_read, rope, tensors
-from tmla.gguf_file import open_gguf
+from tmla.gguf_file import GGUFFile, open_gguf
 from tmla.tensor_check import check_finite, check_tensors
 from tmla.tensors import TensorSpec
 
@@ -80,7 +83,7 @@ class MLAConfig:
     notes: tuple[str, ...]  # each default, guess or ignored thing, one sentence
 
     @classmethod
-    def from_gguf(cls, gf):
+    def from_gguf(cls, gf: GGUFFile) -> "MLAConfig":
         """Read the architecture from an open file.
 
         Parameters
@@ -136,15 +139,15 @@ class MLAConfig:
         mscale = self.rope_magnitude * (1.0 + self.yarn_log_mul * math.log(self.yarn_factor))
         return mscale**2 / math.sqrt(self.qk_head_dim)
 
-    def cache_row_bytes(self, dtype="f16") -> int:
+    def cache_row_bytes(self, dtype: str = "f16") -> int:
         """Bytes of one cached position in one layer, for a cache of "f16" or "f32"."""
         return self.cache_row_width * {"f16": 2, "f32": 4}[dtype]
 
-    def rope_table(self, n_ctx):
+    def rope_table(self, n_ctx: int) -> np.ndarray:
         """Return cos and sin of every pair at every position, float32 [n_ctx, R/2, 2]."""
         return rope.rope_table(self, n_ctx)
 
-    def temperature_table(self, n_ctx):
+    def temperature_table(self, n_ctx: int) -> np.ndarray:
         """Return the factor on the scores of each query position, float32 [n_ctx]; ones without temperature."""
         return rope.temperature(self, n_ctx).astype(np.float32)
 
@@ -153,7 +156,7 @@ class MLAConfig:
         return tensors.expected_tensors(self)
 
 
-def open_checked(path, *, overrides=None):
+def open_checked(path: str | os.PathLike, *, overrides: Mapping[str, Any] | None = None) -> tuple[GGUFFile, MLAConfig]:
     """Open a file and check all that can be checked without reading weights.
 
     Parameters

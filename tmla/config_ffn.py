@@ -24,7 +24,7 @@ def read_ffn(keys, fields):
         keys.fail(f"architecture {arch} has a router (ffn_gate_inp), expected dense layers; no such model is known")
     dense = [i for i, moe in enumerate(is_moe) if not moe]
     told = keys.integer("leading_dense_block_count", 0)
-    if any(is_moe) and dense != list(range(told)):
+    if any(is_moe) and (told != len(dense) or any(is_moe[:told])):
         keys.note(f"leading_dense_block_count is {told}, but {len(dense)} layers have no router: those are dense.")
     out = {
         "ffn_dim": keys.integer("feed_forward_length", minimum=1, layers=dense) if dense else 0,

@@ -32,6 +32,7 @@ def read_fields(gf):
             f"general.architecture is {show(arch)!r}, expected one of {', '.join(ARCHITECTURES)}; "
             "tmla runs Multi-head Latent Attention models only"
         )
+    keys.notes.extend(gf.notes)
     for key, value in gf.overridden.items():
         keys.note(f"{show(key)} was overridden with {show(value)}.")
     fields = {"arch": arch} | _sizes(keys)

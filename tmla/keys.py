@@ -8,6 +8,7 @@ from tmla.errors import GGUFError
 from tmla.gguf_kind import show
 
 MAX_INT = 2**31 - 1  # no count or width of a model comes near; above it index arithmetic would overflow
+MAX_NUMBER = 1e12  # nor any factor or base: their products and squares stay within f32
 
 
 class Keys:
@@ -64,15 +65,14 @@ class Keys:
         return value
 
     def number(self, key, default=None, *, minimum=-math.inf, above=-math.inf):
-        """Return a finite real key as float, at least `minimum` and greater than `above`."""
+        """Return a real key as float: at least `minimum`, greater than `above`, and within 1e12 of zero."""
         value = self._scalar(key, default, None)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail_key(key, _short(value), "a number")
-        value = float(value)
-        if not (math.isfinite(value) and value >= minimum and value > above):
-            bound = f" of at least {minimum:g}" * (minimum > -math.inf) + f" above {above:g}" * (above > -math.inf)
-            self.fail_key(key, value, f"a finite number{bound}")
-        return value
+        if not (abs(value) <= MAX_NUMBER and value >= minimum and value > above):
+            bound = f" from {minimum:g}" * (minimum > -math.inf) + f" above {above:g}" * (above > -math.inf)
+            self.fail_key(key, _short(value), f"a number{bound} up to {MAX_NUMBER:g}")
+        return float(value)
 
     def flag(self, key, default):
         """Return a boolean key; 0 and 1 count."""

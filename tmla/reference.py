@@ -11,15 +11,16 @@ The kernels never do this: they move W_uk to the query's side (absorption). So a
 """
 
 import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tmla import rope
 from tmla.config import MIN_WEIGHT_SUM, open_checked
 from tmla.errors import ContextError, TmlaError
-from tmla.gguf_file import q8_0_split
-
-SLAB_VALUES = 1 << 22  # weights held in float64 at a time: 32 MB
+from tmla.reference_weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,24 @@ class Trace:
     expert_weights: np.ndarray  # [n_moe_layers, T, K], as they multiply the experts' outputs
 
 
-def logits(path, tokens, *, n_ctx=None, overrides=None):
+def logits(
+    path: str | os.PathLike,
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    n_ctx: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> np.ndarray:
     """Return the logits of every position, float64 [T, n_vocab]. Parameters and errors as for :func:`trace`."""
     return trace(path, tokens, n_ctx, overrides=overrides).logits
 
 
-def trace(path, tokens, n_ctx=None, *, overrides=None):
+def trace(
+    path: str | os.PathLike,
+    tokens: Sequence[int] | np.ndarray,
+    n_ctx: int | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+) -> Trace:
     """Run a prompt and keep what it went through.
 
     Parameters
@@ -65,8 +78,8 @@ def trace(path, tokens, n_ctx=None, *, overrides=None):
     """
     gf, cfg = open_checked(path, overrides=overrides)
     with gf:
-        tokens = _checked_tokens(tokens, n_ctx, cfg.n_vocab)
-        return _forward(_Weights(gf), cfg, tokens, n_ctx or len(tokens))
+        ids = _checked_tokens(tokens, n_ctx, cfg.n_vocab)
+        return _forward(Weights(gf), cfg, ids, n_ctx or len(ids))
 
 
 def _checked_tokens(tokens, n_ctx, n_vocab):
@@ -261,39 +274,3 @@ def _in_best_groups(cfg, rank):
     allowed = np.zeros(strength.shape, bool)
     np.put_along_axis(allowed, best, True, axis=1)
     return np.repeat(allowed, groups.shape[2], axis=1)
-
-
-class _Weights:
-    """Weights of an open file as float64, dequantised when asked for, a slab of rows at a time."""
-
-    def __init__(self, gf):
-        self.gf = gf
-
-    def vector(self, name):
-        """Norm, router, bias: whole, in its shape."""
-        return self.gf.array(name).astype(np.float64)
-
-    def slab(self, name, start, stop):
-        """Rows of a matrix, leading axes counted as rows: [stop - start, I]."""
-        quants, scales = q8_0_split(self.gf.q8_0_blocks(name)[start:stop])
-        values = quants.view(np.int8) * scales.astype(np.float64)[..., None]
-        return values.reshape(len(values), -1)
-
-    def rows(self, name, index):
-        """Single rows of a matrix: [len(index), I]."""
-        return np.concatenate([self.slab(name, i, i + 1) for i in index])
-
-    def part(self, name, index):
-        """One matrix of a stack [E, O, I]: [O, I]."""
-        n_out = self.gf.tensors[name].shape[1]
-        return self.slab(name, index * n_out, (index + 1) * n_out)
-
-    def linear(self, x, name, index=0):
-        """Return ``x @ W.T``: [T, I] -> [T, O]; of a stack [E, O, I], `index` picks the matrix."""
-        *_, n_out, n_in = self.gf.tensors[name].shape
-        step = max(1, SLAB_VALUES // n_in)
-        out = np.empty((len(x), n_out))
-        for start in range(0, n_out, step):
-            stop = min(start + step, n_out)
-            out[:, start:stop] = x @ self.slab(name, index * n_out + start, index * n_out + stop).T
-        return out

@@ -7,7 +7,7 @@ import numpy as np
 TABLE_ROWS = 4096  # positions computed at a time: bounds the float64 temporaries
 
 
-def rope_frequencies(cfg, n_ctx):
+def rope_frequencies(cfg, n_ctx: int) -> np.ndarray:
     """Return the angle per position of each rotated pair, float64 [R/2].
 
     Parameters
@@ -35,7 +35,7 @@ def rope_frequencies(cfg, n_ctx):
     return freq
 
 
-def yarn_ramp_ends(cfg):
+def yarn_ramp_ends(cfg) -> tuple[int, int]:
     """Return the pairs between which YaRN's ramp runs, (low, high), clamped to [0, R - 1]."""
     width = cfg.qk_rope_head_dim
 
@@ -47,7 +47,7 @@ def yarn_ramp_ends(cfg):
     return low, high
 
 
-def rope_table(cfg, n_ctx):
+def rope_table(cfg, n_ctx: int) -> np.ndarray:
     """Return float32 [n_ctx, R/2, 2]: cos and sin of every pair at every position, times ``cfg.rope_magnitude``."""
     freq = rope_frequencies(cfg, n_ctx)
     table = np.empty((n_ctx, freq.size, 2), np.float32)
@@ -59,7 +59,7 @@ def rope_table(cfg, n_ctx):
     return table
 
 
-def temperature(cfg, n_ctx):
+def temperature(cfg, n_ctx: int) -> np.ndarray:
     """Return float64 [n_ctx]: what multiplies the scores of the query at each position; ones without temperature."""
     if cfg.attn_temp_scale == 0.0:
         return np.ones(n_ctx)

@@ -1,6 +1,7 @@
 """Whether a file's tensors fit a configuration: type, presence, shape, tiling, and that scales and norms are finite."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ CHUNK_BLOCKS = 1 << 16  # Q8_0 blocks looked at together: temporaries stay in th
 INF_BITS = 0x7C00  # f16 exponent bits; all set means infinite or NaN
 
 
-def check_tensors(gf, cfg, *, matrix_types=("Q8_0",)):
+def check_tensors(gf, cfg, *, matrix_types: Sequence[str] = ("Q8_0",)) -> None:
     """Check every tensor that decoding reads, without reading data.
 
     Parameters
@@ -51,7 +52,7 @@ def check_tensors(gf, cfg, *, matrix_types=("Q8_0",)):
 
 
 def _check_types(gf, specs, matrix_types):
-    unsupported = {}
+    unsupported: dict[str, list[str]] = {}
     for name, spec in specs.items():
         info = gf.tensors.get(name)
         allowed = matrix_types if spec.kind == "matrix" else VECTOR_TYPES
@@ -117,7 +118,7 @@ def _refuse_shape(gf, cfg, name, spec):
     )
 
 
-def check_finite(gf, cfg, *, progress=None):
+def check_finite(gf, cfg, *, progress: Callable[[int, int], object] | None = None) -> None:
     """Look at every Q8_0 scale and every norm, router and bias value that decoding reads: streams over the whole file.
 
     Parameters
@@ -170,7 +171,7 @@ def _index(numbers):
     return ", ".join(str(int(i)) for i in numbers)
 
 
-def first_nonfinite_block(raw):
+def first_nonfinite_block(raw: np.ndarray) -> int | None:
     """Return the index of the first Q8_0 block whose scale is NaN or infinite, or None.
 
     Parameters

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 from tmla.errors import GGUFError
 from tmla.gguf_kind import show
@@ -17,7 +18,7 @@ class TensorSpec:
     kind: str
 
 
-def expected_tensors(cfg):
+def expected_tensors(cfg) -> dict[str, TensorSpec]:
     """Return name -> TensorSpec of every tensor that decoding `cfg` reads, in order of use.
 
     "vector" are the norms, the router with its bias and the rope factors: small, and read in whatever float type they
@@ -84,7 +85,7 @@ def _moe(cfg):
     return specs
 
 
-def find_ignored(gf, cfg):
+def find_ignored(gf, cfg) -> tuple[str, ...]:
     """Return the names of the tensors that decoding does not read, as a tuple.
 
     Raises
@@ -104,7 +105,7 @@ def find_ignored(gf, cfg):
     return ignored
 
 
-def ignored_notes(cfg, ignored):
+def ignored_notes(cfg, ignored) -> tuple[str, ...]:
     """Return the sentences that say which tensors are ignored and why, as a tuple."""
     nextn = tuple(f"blk.{i}." for i in range(cfg.n_layers, cfg.n_layers + cfg.n_nextn_layers))
     in_nextn = [name for name in ignored if name.startswith(nextn)] if nextn else []
@@ -119,12 +120,12 @@ def ignored_notes(cfg, ignored):
     return tuple(notes)
 
 
-def fold_names(names):
+def fold_names(names: Iterable[str]) -> str:
     """Return tensor names as one string; when there are many, block numbers are folded into ranges."""
     names = list(names)
     if len(names) <= MAX_LISTED:
         return ", ".join(map(show, names))
-    roles = {}
+    roles: dict[str, set[int]] = {}
     for name in names:
         match = re.fullmatch(r"blk\.(\d{1,9})\.(.+)", name)
         roles.setdefault(f"blk.{{}}.{match[2]}" if match else name, set()).add(int(match[1]) if match else -1)
@@ -135,7 +136,7 @@ def fold_names(names):
 
 def _ranges(numbers):
     """Return sorted integers in the manner of "0-3,7"."""
-    runs = []
+    runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
