@@ -149,7 +149,9 @@ def test_ffn_intermediates_beyond_f16(field, rng):
 
 
 def routing_case(**changes):
-    base = dict(n_used=3, sigmoid=False, n_groups=1, n_groups_used=1, normalise=False, scale=1.0, has_bias=False)
+    base = dict(
+        n_used=3, sigmoid=False, n_groups=1, n_groups_used=1, normalise=False, scale=1.0, has_bias=False, min_sum=1e-20
+    )
     return router.Routing(**(base | changes))
 
 

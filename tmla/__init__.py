@@ -4,10 +4,24 @@ import os
 
 os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")  # read when taichi is imported: `import tmla` prints nothing
 
+from tmla import reference
+from tmla.chat import chat
 from tmla.errors import BackendError, ContextError, GGUFError, NumericsError, TmlaError
+from tmla.generate import generate, stream_generate
+from tmla.model import Model, load
 
 __version__ = "0.1.0"
-__all__ = ["BackendError", "ContextError", "GGUFError", "Model", "NumericsError", "TmlaError", "__version__", "load"]
-
-
-from tmla.model import Model, load
+__all__ = [
+    "BackendError",
+    "ContextError",
+    "GGUFError",
+    "Model",
+    "NumericsError",
+    "TmlaError",
+    "__version__",
+    "chat",
+    "generate",
+    "load",
+    "reference",
+    "stream_generate",
+]

@@ -15,7 +15,7 @@ from tmla.tensors import TensorSpec
 
 __all__ = ["MIN_WEIGHT_SUM", "MLAConfig", "TensorSpec", "check_finite", "check_tensors", "open_checked"]
 
-MIN_WEIGHT_SUM = 2.0**-14  # normalised expert weights are divided by at least this (as in llama.cpp): no 0/0
+MIN_WEIGHT_SUM = 1.0e-20  # normalised expert weights are divided by at least this, so that 0/0 is 0 (llama.cpp: 2**-14)
 
 
 @dataclasses.dataclass(frozen=True)

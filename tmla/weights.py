@@ -11,7 +11,7 @@ import math
 import numpy as np
 import taichi as ti
 
-from tmla.config import MLAConfig
+from tmla.config import MIN_WEIGHT_SUM, MLAConfig
 from tmla.errors import BackendError
 from tmla.gguf_file import q8_0_split
 from tmla.runtime import FieldPool, dtype_bytes
@@ -218,6 +218,7 @@ class Segment:
             normalise=cfg.expert_weights_norm,
             scale=cfg.expert_weights_scale,
             has_bias=cfg.has_expert_bias,
+            min_sum=MIN_WEIGHT_SUM,
         )
         # the value rows of head h stand at h * v_stride + v_offset of v_q, v_d
         self.v_stride = self.n_v if self.split else self.n_nope + self.n_v

@@ -12,7 +12,6 @@ import numpy as np
 import taichi as ti
 
 DROPPED = -3.0e38  # below every score: an expert that can't be chosen any more
-SCORE_SUM_MIN = 1.0e-20  # smallest divisor when weights are normalised: guards 0/0 where every sigmoid is zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +25,7 @@ class Routing:
     normalise: bool
     scale: float
     has_bias: bool
+    min_sum: float  # smallest divisor when weights are normalised: guards 0/0
 
 
 @ti.func
@@ -113,7 +113,7 @@ def router_choose_body(
             total += score[0, pick]
         factor = ti.cast(ti.static(routing.scale), ti.f32)
         if ti.static(routing.normalise):
-            factor = factor / ti.max(total, SCORE_SUM_MIN)
+            factor = factor / ti.max(total, ti.static(routing.min_sum))
         for k in range(routing.n_used):
             weight[0, k] = weight[0, k] * factor
 
@@ -170,5 +170,5 @@ def router_ref(w, bias, routing, x):
     expert = np.argsort(-select, kind="stable")[: routing.n_used]
     weight = score[expert]
     if routing.normalise:
-        weight = weight / max(weight.sum(), SCORE_SUM_MIN)
+        weight = weight / max(weight.sum(), routing.min_sum)
     return expert, weight * routing.scale
