@@ -18,7 +18,8 @@ from tests.vocabularies import bpe, bpe_keys, gguf, spm
 from tmla.errors import GGUFError, ParameterError
 from tmla.gguf_file import open_gguf
 from tmla.pretokenizers import PRE_TOKENIZERS
-from tmla.tokenizer import Tokenizer, _byte_chars
+from tmla.text import byte_chars
+from tmla.tokenizer import Tokenizer
 
 FILES = [
     "dsv2_lite",
@@ -146,7 +147,7 @@ def test_bos_once():
 
 
 def test_whole_tokens_are_cut_out_longest_first():
-    tokens = [*_byte_chars(), "<a>", "<a><b>", "<b>"]
+    tokens = [*byte_chars(), "<a>", "<a><b>", "<b>"]
     tokenizer = Tokenizer.from_gguf(
         gguf(model="gpt2", pre="gpt-2", tokens=tokens, token_type=[1] * 256 + [3, 3, 3], merges=[])
     )
@@ -219,7 +220,7 @@ def test_byte_without_a_token_is_said():
 
 
 def test_first_of_two_equal_merges_counts():
-    tokens = [*_byte_chars(), "ab", "bc"]
+    tokens = [*byte_chars(), "ab", "bc"]
     keys = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens}
     a = Tokenizer.from_gguf(gguf(**keys, merges=["b c", "a b", "b c"])).encode("abc")
     assert a == [tokens.index("a"), 257]
@@ -235,7 +236,7 @@ def test_first_of_two_equal_merges_counts():
         ({"tokens": None}, r"tokens is missing"),
         ({"tokens": []}, r"tokens is empty"),
         ({"tokens": [1, 2]}, r"tokens is no list of texts"),
-        ({"tokens": [*_byte_chars(), "th", "the", "th"]}, r"tokens holds 'th' twice \(256 and 258\)"),
+        ({"tokens": [*byte_chars(), "th", "the", "th"]}, r"tokens holds 'th' twice \(256 and 258\)"),
         ({"merges": None}, r"merges is missing"),
         ({"merges": ["t h", "q u"]}, r"merges number 1, 'q u', names a token"),
         ({"merges": ["th"]}, r"merges number 0, 'th', has no space"),
@@ -304,7 +305,7 @@ def test_spm_needs_scores():
 
 
 def big_vocabulary(n=102_400, n_special=800):
-    tokens, merges = list(_byte_chars()), []
+    tokens, merges = list(byte_chars()), []
     pairs = itertools.chain(
         itertools.product(tokens[:], tokens[:]), ((a + b, c) for a, b, c in itertools.product(*[tokens[:]] * 3))
     )

@@ -4,7 +4,8 @@ import types
 
 import numpy as np
 
-from tmla.tokenizer import Tokenizer, _byte_chars
+from tmla.text import byte_chars
+from tmla.tokenizer import Tokenizer
 
 
 def gguf(**keys):
@@ -15,7 +16,7 @@ def gguf(**keys):
 
 
 def bpe_keys(**changes):
-    tokens = [*_byte_chars(), "th", "the", "Ġthe", "<bos>", "<eos>", "<think>", "<pad>", "[PAD8]"]
+    tokens = [*byte_chars(), "th", "the", "Ġthe", "<bos>", "<eos>", "<think>", "<pad>", "[PAD8]"]
     keys = {
         "model": "gpt2",
         "pre": "deepseek-v3",

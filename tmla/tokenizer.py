@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,17 @@ from tokenizers import models, pre_tokenizers
 from .errors import ParameterError
 from .pretokenizers import PRE_TOKENIZERS
 from .spm import SPACE, SentencePiece
+from .text import (
+    END,
+    MARKED,
+    MARKED_WITH_MARKS,
+    START,
+    StreamDecoder,
+    byte_chars,
+    byte_values,
+    unmark,
+    without_surrogates,
+)
 from .vocabulary import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary, read_vocabulary
 
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
@@ -72,7 +81,7 @@ class Tokenizer:
         pre = PRE_TOKENIZERS[self.vocab.pre]
         # Control tokens are out of reach of merging, so that user text cannot become one.
         ids = {text: i for i, text in enumerate(self.vocab.tokens) if not special[i]}
-        self._missing = {b for b, char in enumerate(_byte_chars()) if char not in ids} - _NEVER_IN_UTF8
+        self._missing = {b for b, char in enumerate(byte_chars()) if char not in ids} - _NEVER_IN_UTF8
         bpe = tokenizers.Tokenizer(models.BPE(ids, self.vocab.merges, ignore_merges=pre.ignore_merges))
         bpe.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -104,24 +113,54 @@ class Tokenizer:
         add_bos = self.add_bos if add_bos is None else add_bos
         if add_bos and self.bos_id is None:
             raise ParameterError("add_bos was asked for, but the file names no BOS token; leave add_bos out")
-        text = _without_surrogates(text)
-        if self._missing and (absent := self._missing.intersection(text.encode())):
-            raise ParameterError(f"the text holds byte 0x{min(absent):02X}, for which the vocabulary has no token")
-        ids = [self.bos_id] if add_bos and self.bos_id is not None else []
-        prefix = self.vocab.add_space_prefix  # SentencePiece: before the text, and after every control token
-        for part in self._parts(text, special):
-            if isinstance(part, int):
-                ids.append(part)
-                prefix = self.vocab.add_space_prefix
-            else:
-                ids += self._encode_plain(" " + part if prefix else part)
-                prefix = False
-        return ids
+        bos = [self.bos_id] if add_bos and self.bos_id is not None else []
+        return bos + self._encode_parts(self._parts(without_surrogates(text), special))
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of a rendered chat: BOS exactly once if the file wants it.
+
+        Control tokens are read as such, but not in what :meth:`mark` has marked, which stays text.
+        """
+        parts: list[str | int] = []
+        for i, piece in enumerate(MARKED.split(without_surrogates(text))):
+            for part in self._parts(unmark(piece), special=i % 2 == 0):
+                if isinstance(part, str) and parts and isinstance(parts[-1], str):
+                    parts[-1] += part
+                else:
+                    parts.append(part)
+        ids = self._encode_parts(parts)
+        return ids if not self.add_bos or ids[:1] == [self.bos_id] else [self.bos_id, *ids]  # type: ignore[list-item]
+
+    def mark(self, text: str) -> str:
+        """Mark the control tokens in a user's text, so that :meth:`encode_marked` takes them as text."""
+        text = unmark(text)
+        for token, _, is_special in self._whole:
+            if is_special and token in text:
+                text = "".join(
+                    piece if i % 2 else piece.replace(token, f"{START}{token}{END}")
+                    for i, piece in enumerate(MARKED_WITH_MARKS.split(text))
+                )
+        return text
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a whole prompt: BOS exactly once if the file wants it, even if `text` brings its own."""
         ids = self.encode(text, add_bos=False, special=special)
         return ids if not self.add_bos or ids[:1] == [self.bos_id] else [self.bos_id, *ids]  # type: ignore[list-item]
+
+    def _encode_parts(self, parts: list[str | int]) -> list[int]:
+        """Ids of text and whole tokens in turn."""
+        ids: list[int] = []
+        prefix = self.vocab.add_space_prefix  # SentencePiece: before the text, and after every whole token
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                prefix = self.vocab.add_space_prefix
+                continue
+            if self._missing and (absent := self._missing.intersection(part.encode())):
+                raise ParameterError(f"the text holds byte 0x{min(absent):02X}, for which the vocabulary has no token")
+            ids += self._encode_plain(" " + part if prefix else part)
+            prefix = False
+        return ids
 
     def _parts(self, text: str, special: bool) -> list[str | int]:
         """Cut out the tokens that are matched as a whole: user-defined ones always, control tokens if `special`."""
@@ -156,7 +195,7 @@ class Tokenizer:
             return text.encode()
         if self.vocab.model == "llama":
             return bytes([int(text[3:5], 16)]) if kind == BYTE else text.replace(SPACE, " ").encode()
-        values = _byte_values()
+        values = byte_values()
         return b"".join(bytes([values[c]]) if c in values else c.encode() for c in text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -190,48 +229,3 @@ class Tokenizer:
             Other text stands before. Else the space is dropped that SentencePiece puts before a text.
         """
         return StreamDecoder(self, skip_special, self.vocab.add_space_prefix and not continues)
-
-
-class StreamDecoder:
-    """Turns ids into text without ever giving half a character; the pieces joined are :meth:`Tokenizer.decode`."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, drop_space: bool):
-        self._tokenizer, self._skip_special, self._drop_space = tokenizer, skip_special, drop_space
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """Take one id, return the text that is complete with it (often none)."""
-        data = self._tokenizer.token_bytes(token)
-        if self._tokenizer.is_whole(token):
-            self._drop_space = self._tokenizer.vocab.add_space_prefix
-            hidden = self._skip_special and self._tokenizer.is_control(token)
-            return "" if hidden else self._utf8.decode(data)
-        if self._drop_space:
-            data = data.removeprefix(b" ")
-            self._drop_space = False
-        return self._utf8.decode(data)
-
-    def flush(self) -> str:
-        """Return what is left at the end: U+FFFD for a character that was never completed, else nothing."""
-        return self._utf8.decode(b"", final=True)
-
-
-@functools.cache
-def _byte_chars() -> Sequence[str]:
-    """GPT-2's printable stand-ins for the 256 bytes: itself where it prints, else one from U+0100 on."""
-    chars = [chr(b) if b in {*range(33, 127), *range(161, 173), *range(174, 256)} else "" for b in range(256)]
-    spare = iter(range(256, 512))
-    return [c or chr(next(spare)) for c in chars]
-
-
-@functools.cache
-def _byte_values() -> dict[str, int]:
-    return {char: b for b, char in enumerate(_byte_chars())}
-
-
-def _without_surrogates(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
