@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tmla
-from tests.conftest import oracle_dir, test_arch
+from tests.conftest import oracle_dir
+from tests.conftest import test_arch as backend
 from tests.v2_lite import config as v2_lite_config
 from tmla import check, check_extent, cli, cli_check, reference
 from tmla.check_layer import LayerCheck, Result, relative_error
@@ -15,7 +16,7 @@ from tmla.config import open_checked
 from tmla.errors import ContextError
 from tmla.stages import absorb
 
-ARCH = test_arch()
+ARCH = backend()
 STAGES = [
     "RMSNorm (attn_norm)",
     "q projection",
@@ -39,13 +40,16 @@ def mini(oracle):
 
 
 @pytest.fixture(scope="module")
-def report(mini):
-    return check.run_check(mini, arch=ARCH)
+def model(mini):
+    return tmla.load(mini, arch=ARCH, n_ctx=check.N_CTX, cache_dtype="f32")
 
 
 @pytest.fixture(scope="module")
-def model(mini):
-    return tmla.load(mini, arch=ARCH, n_ctx=check.N_CTX, cache_dtype="f32")
+def report(model, mini):
+    """The report, through the command's own function; loading and compiling once is enough for this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "load", lambda *args, **kw: model)
+        return check.run_check(mini, arch=ARCH)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +62,10 @@ TOKENS = [1, 70, 9, 200]
 
 def test_all_within_tolerance(report):
     assert [r for r in report.results if not r.ok] == []
+    assert len(report.notes) == 1
     assert report.ok
     assert report.arch == ARCH
-    assert "8 tokens through all 3 layers" in report.notes[0]
+    assert "8 tokens through 3 layers" in report.notes[0]
 
 
 def test_every_stage_of_every_form_and_kind(report):
@@ -107,7 +112,7 @@ def test_table_and_exit_code(report, monkeypatch, capsys):
 def test_a_wrong_model_is_missed(model, trace, wrong):
     changed = getattr(trace, wrong).copy()
     changed[-1, -1] += 1e-3 * changed.std()
-    results = check._check_model(model, TOKENS, dataclasses.replace(trace, **{wrong: changed}), [])
+    results = check.compare_model(model, TOKENS, dataclasses.replace(trace, **{wrong: changed}), [])
     rows = {"logits": "logits", "hidden": "residual behind", "cache": "cache rows"}
     assert all(r.what.startswith(rows[wrong]) != r.ok for r in results)
 
@@ -117,7 +122,7 @@ def test_other_experts_are_missed_and_named(model, trace):
     position = 2
     experts[1, position, 0] = next(e for e in range(model.config.n_experts) if e not in experts[1, position])
     notes = []
-    results = check._check_model(model, TOKENS, dataclasses.replace(trace, experts=experts), notes)
+    results = check.compare_model(model, TOKENS, dataclasses.replace(trace, experts=experts), notes)
     assert [r.what for r in results if not r.ok] == ["experts chosen"]
     assert notes[0].startswith("position 2, layer 2: experts [")
 
@@ -189,6 +194,14 @@ def test_fewer_layers_is_the_same_model_cut(oracle, name):
         assert np.isfinite(cut.hidden).all()
     else:
         np.testing.assert_array_equal(cut.hidden, whole.hidden[:2])
+
+
+def test_what_was_left_out_is_said(model, mini, report, monkeypatch):
+    monkeypatch.setattr(check, "load", lambda *args, **kw: model)
+    monkeypatch.setattr(check, "check_model", lambda *args, **kw: dataclasses.replace(report, notes=[]))
+    monkeypatch.setattr(check, "values_per_second", lambda gf: 1.0)
+    assert check.run_check(mini).notes == ["the first 2 of 3 layers were loaded and checked"]
+    assert check.run_check(mini, n_tokens=2).notes == []  # asked for: all layers
 
 
 def test_prompt_length_is_bounded(mini):

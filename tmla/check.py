@@ -93,26 +93,51 @@ def run_check(
             path, arch=arch, n_ctx=N_CTX, cache_dtype="f32", overrides=overrides, progress=progress, threads=threads
         )
     tokens = np.random.default_rng(0).integers(0, cfg.n_vocab, extent.n_tokens).tolist()
+    report = check_model(model, path, tokens, overrides=overrides, step=step)
+    if extent.n_layers < cfg.n_layers:
+        report.notes.append(f"the first {extent.n_layers} of {cfg.n_layers} layers were loaded and checked")
+    return report
+
+
+def check_model(
+    model: Model,
+    path: Any,
+    tokens: list[int],
+    *,
+    overrides: dict[str, Any] | None = None,
+    step: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Report:
+    """Check a loaded model with an f32 cache of at least ``STAGE_POSITION + 1`` positions; its cache is reset.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its file, for the reference; `overrides` as it was loaded.
+    tokens : list of int
+        Prompt.
+    step : callable
+        As for :func:`run_check`.
+    """
     report = Report(model.arch, [], [])
     with step("stages on odd shapes"):
         report.results += check_odd_shapes(model.config)
     start = time.perf_counter()
     with step(f"float64 reference of {len(tokens)} tokens"):
-        trace = reference.trace(path, tokens, N_CTX, overrides=overrides)
+        trace = reference.trace(path, tokens, model.n_ctx, overrides=overrides)
     reference_s = time.perf_counter() - start
-    layers = f"{'all' if extent.n_layers == cfg.n_layers else f'the first {extent.n_layers} of'} {cfg.n_layers} layers"
     report.notes.append(
-        f"model rows: {len(tokens)} tokens through {layers}, f32 cache, against tmla.reference (float64, attention "
-        f"expanded; {reference_s:.1f} s), in standard deviations; other rows relative to the largest value"
+        f"model rows: {len(tokens)} tokens through {model.config.n_layers} layers, f32 cache, against tmla.reference "
+        f"(float64, attention expanded; {reference_s:.1f} s), in standard deviations; other rows relative to the "
+        "largest value"
     )
     with step("the whole model"):
-        report.results += _check_model(model, tokens, trace, report.notes)
+        report.results += compare_model(model, tokens, trace, report.notes)
     with step("stages on the file's weights"):
         report.results += _check_file_stages(model, tokens, trace)
     return report
 
 
-def _check_model(model: Model, tokens: list[int], trace: reference.Trace, notes: list[str]) -> list[Result]:
+def compare_model(model: Model, tokens: list[int], trace: reference.Trace, notes: list[str]) -> list[Result]:
     """Walk the fused layers one by one, then prefill and decode as a caller would."""
     where = f"{len(tokens)} tokens"
     hidden, n_same, gap = _walk(model, tokens, trace, notes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tmla import state, weights
 from tmla.check_layer import LayerCheck, Result
+from tmla.check_weights import split
 from tmla.config import MLAConfig
 from tmla.runtime import FieldPool, caps
 
@@ -73,12 +74,18 @@ class RandomWeights:
     def upload(self, segment: Any, index: int) -> None:
         """Copy the weights into the segment's fields."""
         for name, blocks in self._blocks.items():
-            weights.put_q8(blocks, getattr(segment, name + "_q"), getattr(segment, name + "_d"), index, 0)
+            quants, scales = split(blocks)
+            stored = quants if caps().layout == "bytes" else quants.view(np.uint32)
+            _put(getattr(segment, name + "_q"), index, stored)
+            _put(getattr(segment, name + "_d"), index, scales)
         for name, values in self._vectors.items():
-            field = getattr(segment, name)
-            whole = field.to_numpy()
-            whole[index] = values
-            field.from_numpy(whole)
+            _put(getattr(segment, name), index, values)
+
+
+def _put(field: Any, index: int, values: np.ndarray) -> None:
+    whole = np.zeros(field.shape, values.dtype)
+    whole[index] = values
+    field.from_numpy(whole)
 
 
 def _random_blocks(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:

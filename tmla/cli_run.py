@@ -112,6 +112,7 @@ def load_with_bar(args: argparse.Namespace) -> Model:
 def warm_up(model: Model) -> float:
     """Compile the kernels of a step, so that the prompt's speed is its own; return the seconds it took."""
     start = time.perf_counter()
+    model.reset()
     with terminal.ctrl_c_ends_process():
         model.prefill([0])
     model.reset()
