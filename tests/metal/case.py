@@ -45,10 +45,18 @@ class Built:
 
 @dataclasses.dataclass(frozen=True)
 class MetalCase:
-    """A name and a function that builds the case once Taichi runs: ``build() -> Built``."""
+    """A name and a function that builds the case once Taichi runs: ``build() -> Built``.
+
+    It must be in the list ``CASES`` of the module that defines the function.
+    """
 
     name: str
     build: Callable[[], Built]
+
+    @property
+    def module(self) -> str:
+        """Where the exporting process finds the case."""
+        return getattr(self.build, "func", self.build).__module__
 
 
 def tree(dtype, *shape):

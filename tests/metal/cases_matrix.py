@@ -7,7 +7,7 @@ import taichi as ti
 
 from tests.q8 import q8_fields, random_q8
 from tmla import weights
-from tmla.stages import absorb, embed, ffn, kv_a, linear, v_combine
+from tmla.stages import absorb, embed, ffn, linear, v_combine
 
 from .case import Built, MetalCase
 from .package import Fields, Record, close, only, start_taichi  # noqa: F401 (the export looks for start_taichi here)
@@ -42,17 +42,6 @@ def build_embed():
     w, x = q8_fields(field, w_q, w_d), field.poisoned(1, 96)
     call = functools.partial(embed.embed, *w, 126, 3.0, x)
     return Built(call, field.inputs, {x: close(embed.embed_ref(w_q[0], w_d[0], 126, 3.0)[None])})
-
-
-def build_kv_a(dtype, tolerance):
-    rng, field = np.random.default_rng(23), Fields()
-    w_q, w_d = random_q8(rng, 2, 49, 64)
-    x, cache = rng.standard_normal((1, 64), np.float32), field.poisoned(2, 3, 49, dtype=dtype)
-    w, pos = q8_fields(field, w_q, w_d), field(np.array([2], np.int32))
-    call = functools.partial(kv_a.kv_a, *w, 1, field(x), cache, pos)
-    ref = np.zeros((2, 3, 49))
-    ref[1, 2] = kv_a.kv_a_ref(w_q[1], w_d[1], x[0])
-    return Built(call, field.inputs, {cache: close(ref, tolerance, only(ref.shape, (1, 2)))})
 
 
 def build_absorb(split):
@@ -139,8 +128,6 @@ CASES = [
     MetalCase("matvec_q8_bytes", lambda: build_matvec("bytes")),
     MetalCase("matvec_q8_heads_and_add", build_matvec_heads_and_add),
     MetalCase("embed", build_embed),
-    MetalCase("kv_a_f16", lambda: build_kv_a(ti.f16, 2e-3)),
-    MetalCase("kv_a_f32", lambda: build_kv_a(ti.f32, 1e-4)),
     MetalCase("absorb_unsplit", lambda: build_absorb(False)),
     MetalCase("absorb_split", lambda: build_absorb(True)),
     MetalCase("v_combine_split", lambda: build_v_combine(3, 32, 64, 32, 0)),

@@ -19,34 +19,44 @@ def build_rms_norm(dim):
     return Built(call, field.inputs, {y: close(norm.rms_norm_ref(x, w[1], 1e-6), 1e-5)})
 
 
-def build_latent_norm(dtype, tolerance):
+def rope_table(n_ctx, r):
+    angle = np.arange(n_ctx)[:, None] * 100.0 ** (-np.arange(r // 2) * 2.0 / r)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+
+
+def build_cache_row(dtype, tolerance, half):
+    """Latent norm and rope of the key tail, which together fill one cache row and touch no other."""
     rng, field = np.random.default_rng(31), Fields()
-    rows, w = rng.standard_normal((2, 4, 80)).astype(dtype), rng.uniform(0.5, 1.5, (2, 64)).astype(np.float32)
-    cache, ref = field(rows), rows.astype(np.float64)
-    call = functools.partial(norm.latent_norm, cache, 1, field(np.array([3], np.int32)), field(w), 1e-6)
-    ref[1, 3, :64] = norm.rms_norm_ref(rows[1, 3, :64], w[1], 1e-6)
+    c, r, pos, table = 64, 30, 3, rope_table(5, 30)
+    row, w = rng.standard_normal((1, 1, c + r), np.float32), rng.uniform(0.5, 1.5, (2, c)).astype(np.float32)
+    rows = rng.standard_normal((2, 5, c + r)).astype(dtype)
+    f_row, f_w, f_table, cache, f_pos = (
+        field(row),
+        field(w),
+        field(table),
+        field(rows),
+        field(np.array([pos], np.int32)),
+    )
+
+    def call():
+        norm.latent_norm(f_row, f_w, 1, 1e-6, cache, f_pos)
+        rope.rope_cache(f_row, cache, 1, c, f_table, f_pos, half)
+
+    ref = rows.astype(np.float64)
+    ref[1, pos, :c] = norm.rms_norm_ref(row[0, 0, :c], w[1], 1e-6)
+    ref[1, pos, c:] = rope.rope_ref(row[0, 0, c:], table[pos], half)
     return Built(call, field.inputs, {cache: close(ref, tolerance)})
 
 
-def build_rope(half):
+def build_rope_heads(half):
     rng, field = np.random.default_rng(32), Fields()
-    h, n, r, pos = 3, 48, 30, 7
-    angle = np.arange(9)[:, None] * 100.0 ** (-np.arange(r // 2) * 2.0 / r)
-    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
-    q, rows = (
-        rng.standard_normal((1, h, n + r)).astype(np.float32),
-        rng.standard_normal((2, 9, n + r)).astype(np.float32),
-    )
-    f_q, cache, f_table, f_pos = field(q), field(rows), field(table), field(np.array([pos], np.int32))
-
-    def call():
-        rope.rope_heads(f_q, n, f_table, f_pos, half)
-        rope.rope_cache(cache, 1, n, f_table, f_pos, half)
-
-    ref_q, ref = q.astype(np.float64), rows.astype(np.float64)
-    ref_q[0, :, n:] = rope.rope_ref(q[0, :, n:], table[pos], half)
-    ref[1, pos, n:] = rope.rope_ref(rows[1, pos, n:], table[pos], half)
-    return Built(call, field.inputs, {f_q: close(ref_q, 1e-5), cache: close(ref, 1e-5)})
+    h, n, r, pos, table = 3, 48, 30, 7, rope_table(9, 30)
+    q = rng.standard_normal((1, h, n + r)).astype(np.float32)
+    f_q = field(q)
+    call = functools.partial(rope.rope_heads, f_q, n, field(table), field(np.array([pos], np.int32)), half)
+    ref = q.astype(np.float64)
+    ref[0, :, n:] = rope.rope_ref(q[0, :, n:], table[pos], half)
+    return Built(call, field.inputs, {f_q: close(ref, 1e-5)})
 
 
 def build_attention(n_splits, n_rows, h, c, r, dtype):
@@ -106,10 +116,10 @@ GROUPS = dict(sigmoid=True, normalise=True, has_bias=True, n_groups=4, n_groups_
 CASES = [
     MetalCase("rms_norm_31", lambda: build_rms_norm(31)),
     MetalCase("rms_norm_416", lambda: build_rms_norm(416)),
-    MetalCase("latent_norm_f16", lambda: build_latent_norm(np.float16, 2e-3)),
-    MetalCase("latent_norm_f32", lambda: build_latent_norm(np.float32, 1e-5)),
-    MetalCase("rope_consecutive", lambda: build_rope(False)),
-    MetalCase("rope_half", lambda: build_rope(True)),
+    MetalCase("cache_row_f16", lambda: build_cache_row(np.float16, 2e-3, False)),
+    MetalCase("cache_row_f32_half", lambda: build_cache_row(np.float32, 1e-5, True)),
+    MetalCase("rope_heads_consecutive", lambda: build_rope_heads(False)),
+    MetalCase("rope_heads_half", lambda: build_rope_heads(True)),
     MetalCase("attention_1_row", lambda: build_attention(3, 1, 3, 96, 16, np.float32)),
     MetalCase("attention_129_rows", lambda: build_attention(3, 129, 3, 96, 16, np.float32)),
     MetalCase("attention_75_rows_f16", lambda: build_attention(8, 75, 5, 160, 32, np.float16)),

@@ -1,53 +1,68 @@
-"""Exports every case once, in processes of their own, and prints the gate's table at the end of the run."""
+"""Exports every case once, in processes of their own, runs it ahead of its test, and prints the gate's table."""
+
+import concurrent.futures
+import os
 
 import pytest
 
-from . import cases, export, gate, mistakes, samples, tools
+from . import cases, export, gate, mistakes, run, samples, tools
 
-TABLE = pytest.StashKey[dict]()
+TABLE = pytest.StashKey[list]()
 
 
 class Exports:
-    """Folder of each exported case, and the gate's reports of those it has checked."""
+    """Exported cases: their folders, their gate reports, and their runs, which have begun before a test asks."""
 
-    def __init__(self, folder, reports):
-        self.folder, self.reports = folder, reports
+    def __init__(self, folder, wanted):
+        self.folder = folder
+        self.reports = {}
+        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        self._runs = {key: self._pool.submit(run.check, self.case(key[0]), key[1]) for key in wanted}
 
     def case(self, name):
         return self.folder / name
 
     def check(self, name):
+        """Reports of the gate."""
         if name not in self.reports:
             self.reports[name] = gate.check(self.case(name))
         return self.reports[name]
 
+    def run(self, name, mode):
+        """Wait for a case's run; raises what was wrong with it."""
+        self._runs[name, mode].result()
 
-def _exported(request, tmp_path_factory, registry):
+
+def _exported(request, tmp_path_factory, registry, fixture):
     tools.require_all()
     folder = tmp_path_factory.mktemp("metal")
-    export.export(registry, folder)
-    return Exports(folder, request.config.stash.setdefault(TABLE, {}))
+    items = [item for item in request.session.items if fixture in item.fixturenames and hasattr(item, "callspec")]
+    parameters = [item.callspec.params for item in items]
+    names = {case.name for case in registry if any(p["name"] == case.name for p in parameters)}
+    export.export([case for case in registry if case.name in names], folder)
+    return Exports(folder, [(p["name"], p["mode"]) for p in parameters if "mode" in p])
 
 
 @pytest.fixture(scope="session")
 def exported_samples(request, tmp_path_factory):
-    return _exported(request, tmp_path_factory, samples.CASES)
-
-
-@pytest.fixture(scope="session")
-def exported_mistakes(request, tmp_path_factory):
-    exports = _exported(request, tmp_path_factory, mistakes.CASES)
-    exports.reports = {}  # not for the table
-    return exports
+    exports = _exported(request, tmp_path_factory, samples.CASES, "exported_samples")
+    yield exports
+    request.config.stash.setdefault(TABLE, []).extend(exports.reports.values())
 
 
 @pytest.fixture(scope="session")
 def exported_package(request, tmp_path_factory):
-    return _exported(request, tmp_path_factory, cases.CASES)
+    exports = _exported(request, tmp_path_factory, cases.CASES, "exported_package")
+    yield exports
+    request.config.stash.setdefault(TABLE, []).extend(exports.reports.values())
+
+
+@pytest.fixture(scope="session")
+def exported_mistakes(request, tmp_path_factory):
+    return _exported(request, tmp_path_factory, mistakes.CASES, "exported_mistakes")
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    reports = [report for checked in config.stash.get(TABLE, {}).values() for report in checked]
-    if reports:
+    if checked := config.stash.get(TABLE, []):
         terminalreporter.write_sep("-", "Metal gate")
-        terminalreporter.write_line(gate.table(reports))
+        terminalreporter.write_line(gate.table([report for reports in checked for report in reports]))

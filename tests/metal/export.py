@@ -39,7 +39,6 @@ def export(cases, folder):
     Parameters
     ----------
     cases : list of MetalCase
-        Each must be in the list ``CASES`` of the module that defines its build function.
     folder : pathlib.Path
 
     Raises
@@ -51,7 +50,7 @@ def export(cases, folder):
     environment["VK_DRIVER_FILES"] = environment["VK_ICD_FILENAMES"] = tools.llvmpipe_icd()
     here = pathlib.Path(__file__).resolve().parents[len(__package__.split("."))]
     environment["PYTHONPATH"] = os.pathsep.join([str(here), *sys.path])
-    left = [f"{case.build.__module__}:{case.name}" for case in cases]
+    left = [f"{case.module}:{case.name}" for case in cases]
     while left:
         command = [sys.executable, "-m", f"{__package__}.export", str(folder), *left]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -7,6 +7,7 @@ from .case import Built, Expect, MetalCase, tree
 
 N = 256
 X = np.random.default_rng(9).uniform(0.5, 1.5, N).astype(np.float32)
+REVERSED = X.reshape(4, 64)[:, ::-1].reshape(N)
 
 
 @ti.kernel
@@ -65,6 +66,18 @@ def lanes_truncated(x: ti.template(), y: ti.template()):
 
 
 @ti.kernel
+def infinite(x: ti.template(), y: ti.template()):
+    for i in range(N):
+        y[i] = x[i] if x[i] > -ti.math.inf else 0.0
+
+
+@ti.kernel
+def too_large(x: ti.template(), y: ti.template()):
+    for i in range(N):
+        y[i] = ti.max(x[i], -6e38)  # infinite in f32
+
+
+@ti.kernel
 def scan_of_max(x: ti.template(), y: ti.template()):
     for i in range(N):
         y[i] = ti.simt.subgroup.inclusive_max(x[i])
@@ -97,6 +110,28 @@ def barrier_missing(x: ti.template(), y: ti.template()):
         s = ti.simt.block.SharedArray((64,), ti.f32)
         s[i & 63] = x[i]
         y[i] = s[63 - (i & 63)]
+
+
+@ti.kernel
+def barrier_one_missing(x: ti.template(), y: ti.template()):
+    ti.loop_config(block_dim=64)
+    for i in range(N):
+        s = ti.simt.block.SharedArray((64,), ti.f32)
+        y[i] = 0.0
+        for k in range(2):  # the second time round, no one has waited for the readers
+            s[i & 63] = x[i] * (k + 1)
+            ti.simt.block.sync()
+            y[i] = y[i] + s[63 - (i & 63)]
+
+
+@ti.kernel
+def through_device_memory(x: ti.template(), y: ti.template()):
+    ti.loop_config(block_dim=64)
+    for i in range(N):
+        y[i] = x[i]
+        ti.simt.block.sync()  # orders shared arrays alone
+        if (i & 63) == 0:
+            y[i] = y[i + 1]
 
 
 @ti.kernel
@@ -172,6 +207,8 @@ REFUSED = [
     ("large_shared", build(large_shared), "33024 bytes of threadgroup memory"),
     ("block_of_96", build(block_of_96), "power of two"),
     ("lanes_truncated", build(lanes_truncated), "wrap each in ti.cast"),
+    ("infinite", build(infinite), "an infinite or NaN constant"),
+    ("too_large", build(too_large), "an infinite or NaN constant"),
     ("scan_of_max", build(scan_of_max), "doesn't support InclusiveScan"),
     ("many_fields", build_many_fields, "buffer index 32"),
     ("shared_tree", build_shared_tree, "holds 2 fields"),
@@ -179,7 +216,9 @@ REFUSED = [
 ]
 # Name, how it is built, and words that the run's error must hold.
 WRONG = [
-    ("barrier_missing", build(barrier_missing, X.reshape(4, 64)[:, ::-1].reshape(N)), "nan"),
+    ("barrier_missing", build(barrier_missing, REVERSED), "without a barrier between"),
+    ("barrier_one_missing", build(barrier_one_missing, 3 * REVERSED), "without a barrier between"),
+    ("through_device_memory", build(through_device_memory), "in the same dispatch"),
     ("barrier_divergent", build(barrier_divergent), "finished"),
     ("lanes_divergent", build(lanes_divergent), "divergent"),
     ("out_of_bounds", build(out_of_bounds), "beyond its 256 elements"),

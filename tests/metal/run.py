@@ -55,6 +55,7 @@ def _driver(mode):
 
 def check(folder, mode=EXACT):
     """Build and run an exported case. Raises ToolError when it cannot run, AssertionError when a value is wrong."""
+    exported_kernels(folder)
     case = json.loads((folder / CASE_FILE).read_text())
     arrays = dict(np.load(folder / "arrays.npz"))
     program = build(folder, case, {name: array.nbytes for name, array in arrays.items()}, mode)

@@ -37,6 +37,7 @@ class Module:
     bindings: list[int]
     refused_atomics: list[str]  # what kind, for each atomic instruction that Metal lacks
     has_float64: bool
+    n_not_finite: int  # float constants that are infinite or NaN
     truncated: int  # subgroup results that Taichi took for integers, see `_truncations`
     subgroup_capabilities: set[int]
     inputs: list[int]  # ids of input variables
@@ -64,6 +65,7 @@ def read(data):
         by_opcode[opcode].append([int(word) for word in operands])
     modes = {mode: operands for _, mode, *operands in by_opcode[OP_EXECUTION_MODE]}
     variables = [(pointer, id, storage) for pointer, id, storage, *_ in by_opcode[OP_VARIABLE]]
+    widths = {id: bits for id, bits, *_ in by_opcode[OP_TYPE_FLOAT]}
     sizes = _type_sizes(by_opcode)
     pointees = {id: pointee for id, _, pointee in by_opcode[OP_TYPE_POINTER]}
     needs = {
@@ -81,7 +83,8 @@ def read(data):
         threadgroup_bytes=sum(sizes[pointees[p]] for p, _, storage in variables if storage == STORAGE_WORKGROUP),
         bindings=sorted(d[2] for d in by_opcode[OP_DECORATE] if d[1] == DECORATION_BINDING),
         refused_atomics=[kind for opcode, kind in REFUSED_ATOMICS.items() for _ in by_opcode[opcode]],
-        has_float64=any(bits == 64 for _, bits, *_ in by_opcode[OP_TYPE_FLOAT]),
+        has_float64=64 in widths.values(),
+        n_not_finite=sum(_is_not_finite(constant, widths) for constant in by_opcode[OP_CONSTANT]),
         truncated=_truncations(by_opcode),
         subgroup_capabilities=needs,
         inputs=[id for _, id, storage in variables if storage == STORAGE_INPUT],
@@ -94,6 +97,12 @@ def _type_sizes(by_opcode):
     sizes |= {id: sizes.get(element, 0) * count for id, element, count in by_opcode[OP_TYPE_VECTOR]}
     sizes |= {id: sizes.get(element, 0) * constants[count] for id, element, count in by_opcode[OP_TYPE_ARRAY]}
     return sizes
+
+
+def _is_not_finite(constant, widths):
+    kind, _, bits, *_ = constant
+    exponent = {16: 0x7C00, 32: 0x7F800000}.get(widths.get(kind))
+    return exponent is not None and bits & exponent == exponent
 
 
 def _truncations(by_opcode):

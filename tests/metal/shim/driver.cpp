@@ -22,6 +22,9 @@
 #include "runtime.h"
 
 namespace metal_shim {
+
+Now now = {0, 0, first_phase};
+
 namespace {
 
 constexpr size_t stack_bytes = 256 << 10;
@@ -118,6 +121,7 @@ bool together(uint first, uint last, State state) {
 void run_threadgroup(const std::vector<uint>& order) {
     const uint n = task->threads_per_group;
     for (auto [memory, bytes] : threadgroup_memory) std::memset(memory, poison, bytes);
+    now.phase++;
     for (uint t = 0; t < n; t++) {
         fibres[t]->state = State::ready;
         fibres[t]->turn = 0;
@@ -128,6 +132,7 @@ void run_threadgroup(const std::vector<uint>& order) {
         for (uint t : order) {
             if (fibres[t]->state == State::ready) {
                 self = t;
+                now.thread = group * n + t + 1;
                 resume(*fibres[t]);
                 moved = true;
             }
@@ -141,6 +146,7 @@ void run_threadgroup(const std::vector<uint>& order) {
             moved = true;
         }
         if (together(0, n, State::at_barrier)) {
+            now.phase++;
             for (uint t = 0; t < n; t++) fibres[t]->state = State::ready;
             moved = true;
         }
@@ -151,6 +157,7 @@ void run_threadgroup(const std::vector<uint>& order) {
 struct Store {
     std::map<std::string, std::unique_ptr<char[]>> memory;
     std::map<std::string, uint64_t> sizes;
+    std::map<std::string, std::unique_ptr<Trace, decltype(&std::free)>> traces;
 
     char* base(const std::string& name) { return memory.at(name).get() + 64; }
     void add(const std::string& name, uint64_t bytes) {
@@ -158,6 +165,8 @@ struct Store {
         sizes[name] = bytes;
         auto* header = reinterpret_cast<BufferHeader*>(base(name)) - 1;
         header->bytes = bytes;
+        header->traces = static_cast<Trace*>(std::calloc(bytes + 1, sizeof(Trace)));  // pages that are never touched cost none
+        traces.emplace(name, std::unique_ptr<Trace, decltype(&std::free)>(header->traces, &std::free));
         std::snprintf(header->name, sizeof(header->name), "%s", name.c_str());
         std::memset(base(name), poison, bytes + 64);
     }
@@ -211,6 +220,14 @@ void fault(const char* format, ...) {
     _Exit(3);
 }
 
+void race(const Trace& trace, const char* what) {
+    const uint n = task->threads_per_group;
+    const uint other = trace.writer && trace.writer != now.thread ? trace.writer : trace.reader;
+    const char* period = trace.period < first_phase ? "in the same dispatch" : "without a barrier between";
+    if (other == several) fault("race: %s %s", what, period);
+    fault("race: %s %s: threadgroup %u, thread %u", what, period, (other - 1) / n, (other - 1) % n);
+}
+
 void buffer_fault(const void* buffer, uint64_t index, size_t element_bytes) {
     const auto& header = static_cast<const BufferHeader*>(buffer)[-1];
     fault("buffer %s index %lld beyond its %llu elements of %zu bytes", header.name, static_cast<long long>(index),
@@ -241,6 +258,7 @@ int main(int argc, char** argv) {
         std::iota(order.begin(), order.end(), 0);
         if (reversed) std::reverse(order.begin(), order.end());
         task = &next;
+        now.dispatch++;
         for (uint g = 0; g < next.groups; g++) {
             group = reversed ? next.groups - 1 - g : g;
             run_threadgroup(order);

@@ -42,22 +42,85 @@ Lanes simdgroup_exchange(uint64_t bits, const char* operation, int line);
 [[noreturn]] void buffer_fault(const void* buffer, uint64_t index, size_t element_bytes);
 void register_threadgroup_memory(void* memory, size_t bytes);
 
+// What is going on: which thread runs (1 for the first of the grid), in which dispatch, and between which barriers.
+struct Now {
+    uint thread, dispatch, phase;
+};
+extern Now now;
+constexpr uint first_phase = 1u << 31;  // dispatches count from 1
+
+// Who touched an element in this period: a dispatch for buffers, the time between two barriers for threadgroup memory.
+// Another thread may not read it then, nor write something else. Periods are that long for buffers because the barrier of
+// block.sync() orders threadgroup memory alone on Metal.
+struct Trace {
+    uint period, writer, reader;
+};
+constexpr uint several = ~0u;
+
+[[noreturn]] void race(const Trace& trace, const char* what);
+
+inline Trace& at_present(Trace& trace, uint period) {
+    if (trace.period != period) trace = {period, 0, 0};
+    return trace;
+}
+inline void note_read(Trace& trace) {
+    if (trace.writer && trace.writer != now.thread) [[unlikely]]
+        race(trace, "reads what another thread has written");
+    trace.reader = trace.reader == 0 || trace.reader == now.thread ? now.thread : several;
+}
+inline void note_write(Trace& trace, bool changes) {
+    if (changes && trace.writer && trace.writer != now.thread) [[unlikely]]
+        race(trace, "overwrites what another thread has written");
+    if (changes && trace.reader && trace.reader != now.thread) [[unlikely]]
+        race(trace, "overwrites what another thread has read");
+    trace.writer = now.thread;
+}
+
+// An element of shared memory: reads and writes leave a trace. Its address, which only atomics take, does not.
+template <class T>
+struct Element {
+    T& value;
+    Trace& trace;
+
+    operator T() const {
+        note_read(trace);
+        return value;
+    }
+    T operator=(T next) {
+        note_write(trace, __builtin_memcmp(&value, &next, sizeof(T)));
+        return value = next;
+    }
+    T operator=(const Element& other) { return *this = static_cast<T>(other); }
+    T* operator&() { return &value; }
+#define SHIM_COMPOUND(op) \
+    T operator op##=(T operand) { return *this = static_cast<T>(static_cast<T>(*this) op operand); }
+    SHIM_COMPOUND(+)
+    SHIM_COMPOUND(-)
+    SHIM_COMPOUND(*)
+    SHIM_COMPOUND(/)
+    SHIM_COMPOUND(&)
+    SHIM_COMPOUND(|)
+    SHIM_COMPOUND(^)
+#undef SHIM_COMPOUND
+};
+
 // Stands before each buffer's first byte, so that an access can ask its size.
 struct BufferHeader {
     uint64_t bytes;
-    char name[24];
+    Trace* traces;  // one for each byte, of which an element uses the first
+    char name[16];
 };
 
-// Replaces the `T _m0[1]` of a buffer's struct: same address, every index checked.
+// Replaces the `T _m0[1]` of a buffer's struct: same address, every access checked.
 template <class T>
 struct Buffer {
     template <class I>
-    T& operator[](I index) {
+    Element<T> operator[](I index) {
         const auto& header = reinterpret_cast<const BufferHeader*>(this)[-1];
         const auto at = static_cast<uint64_t>(static_cast<int64_t>(index));
         if (at >= header.bytes / sizeof(T)) [[unlikely]]
             buffer_fault(this, at, sizeof(T));
-        return reinterpret_cast<T*>(this)[at];
+        return {reinterpret_cast<T*>(this)[at], at_present(header.traces[at * sizeof(T)], now.dispatch)};
     }
 };
 
@@ -65,12 +128,14 @@ struct Buffer {
 template <class T, size_t N>
 struct ThreadgroupArray {
     T elements[N];
-    ThreadgroupArray() { register_threadgroup_memory(elements, sizeof(elements)); }
+    Trace traces[N];
+    ThreadgroupArray() : traces{} { register_threadgroup_memory(elements, sizeof(elements)); }
     template <class I>
-    T& operator[](I index) {
-        if (static_cast<uint64_t>(static_cast<int64_t>(index)) >= N) [[unlikely]]
-            fault("threadgroup array index %lld, the array has %zu elements", static_cast<long long>(index), N);
-        return elements[index];
+    Element<T> operator[](I index) {
+        const auto at = static_cast<uint64_t>(static_cast<int64_t>(index));
+        if (at >= N) [[unlikely]]
+            fault("threadgroup array index %lld, the array has %zu elements", static_cast<long long>(at), N);
+        return {elements[at], at_present(traces[at], now.phase)};
     }
 };
 

@@ -1,0 +1,100 @@
+"""Whole models of every family: layers fused and stage by stage, the head, and greedy choice on the device.
+
+Logits and cache rows are compared with the float64 reference, whose attention is expanded.
+"""
+
+import functools
+import pathlib
+import tempfile
+
+import numpy as np
+import taichi as ti
+
+import tmla
+from tests.variants import variant_file
+from tmla import layer, reference
+
+from .case import Built, Expect, MetalCase
+from .package import only, start_taichi  # noqa: F401 (the export looks for start_taichi here)
+
+N_CTX = 40
+TOKENS = (7, 201, 33)  # every vocabulary among the variants has them
+TOLERANCE = {"f32": 1e-4, "f16": 3e-2}  # in standard deviations of the array, as the oracle allows
+
+
+@functools.lru_cache
+def _folder():
+    return tempfile.TemporaryDirectory(prefix="tmla_variants_")
+
+
+def load(name, cache_dtype):
+    """A variant's model, and the path of its file."""
+    path = variant_file(name, pathlib.Path(_folder().name))
+    return tmla.load(path, arch="metal", n_ctx=N_CTX, cache_dtype=cache_dtype), path
+
+
+def inputs_of(model):
+    """Contents of every field that loading has written: weights and tables. All others start poisoned."""
+    owners = [model._globals, *model._segments]
+    fields = {f for owner in owners for name, f in vars(owner).items() if isinstance(f, ti.Field) and name != "cache"}
+    return {field: field.to_numpy() for field in fields | {model._state.rope, model._state.scale}}
+
+
+def _expected(model, path, tokens, cache_dtype):
+    trace = reference.trace(path, tokens, N_CTX)
+    tolerance = TOLERANCE[cache_dtype]
+    logits = trace.logits[-1:]
+    expected = {model._state.logits: Expect(logits, 0, tolerance * logits.std())}
+    for segment in model._segments:
+        rows = np.zeros(segment.cache.shape)
+        rows[:, : len(tokens)] = trace.cache[segment.first : segment.first + segment.n]
+        known = only(rows.shape, (slice(None), slice(0, len(tokens))))
+        expected[segment.cache] = Expect(rows, 0, tolerance * rows[known].std(), known)
+    return expected
+
+
+def build_decode(name, cache_dtype):
+    """Tokens fed one after the other: the launches of `Model.prefill` and `Model.decode`."""
+    model, path = load(name, cache_dtype)
+
+    def call():
+        model.prefill(TOKENS[:-1])
+        model.decode(TOKENS[-1])
+
+    return Built(call, inputs_of(model), _expected(model, path, TOKENS, cache_dtype))
+
+
+def build_greedy(name):
+    """A token and two greedy successors, chosen and fed on the device."""
+    model, path = load(name, "f32")
+    tokens = [TOKENS[0]]
+    for _ in range(2):
+        tokens.append(int(np.argmax(reference.logits(path, tokens, n_ctx=N_CTX)[-1, : model._state.n_choice])))
+    expected = _expected(model, path, tokens[:2], "f32")
+    chosen = np.zeros(model._state.chosen.shape)
+    chosen[:2] = tokens[1:]
+    expected[model._state.chosen] = Expect(chosen, 0, 0, only(chosen.shape, slice(0, 2)))
+    return Built(lambda: model.decode_greedy(tokens[0], 2), inputs_of(model), expected)
+
+
+def build_stage_by_stage(name):
+    """The layer as separate kernels, one for each stage."""
+    model, path = load(name, "f32")
+
+    def call():
+        layer.begin(model._globals, model._state, TOKENS[0], 0)
+        for segment in model._segments:
+            for i in range(segment.n):
+                layer.layer_stages(segment, model._state, i)
+        layer.head(model._globals, model._state)
+
+    return Built(call, inputs_of(model), _expected(model, path, TOKENS[:1], "f32"))
+
+
+FAMILIES = ("lite", "q_lora", "v3", "v3_unsplit", "v3_fused", "moonlight", "glm", "mistral", "dense", "minicpm3", "plm")
+CASES = [
+    *(MetalCase(f"model_{name}", functools.partial(build_decode, name, "f32")) for name in FAMILIES),
+    MetalCase("model_lite_f16_cache", functools.partial(build_decode, "lite", "f16")),
+    MetalCase("model_lite_vocab_127_greedy", functools.partial(build_greedy, "lite_vocab_127")),
+    MetalCase("model_lite_stage_by_stage", functools.partial(build_stage_by_stage, "lite")),
+]
