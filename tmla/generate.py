@@ -11,6 +11,9 @@ from typing import Any
 
 from .errors import ContextError, ParameterError
 from .sampling import Sampler
+from .stops import StopScanner
+
+__all__ = ["Chunk", "Stats", "StopScanner", "generate", "stream_generate"]
 
 _GREEDY_AHEAD = 16  # tokens that the device may choose by itself before they are shown, at most
 _GREEDY_AHEAD_S = 0.05  # and the time these may take
@@ -268,49 +271,3 @@ class _Run:
 
     def _stats(self) -> Stats:
         return Stats(len(self.prompt), self.prompt_s, self.n_tokens, self.decode_s, self.n_steps)
-
-
-class StopScanner:
-    """Holds text back while a stop string could still be completed, and cuts it where one is.
-
-    Parameters
-    ----------
-    stop : str or sequence of str
-
-    Raises
-    ------
-    ParameterError
-        One is empty or no text.
-    """
-
-    def __init__(self, stop: str | Sequence[str] = ()):
-        self._stops = [stop] if isinstance(stop, str) else list(stop)
-        if bad := [s for s in self._stops if not isinstance(s, str) or not s]:
-            raise ParameterError(f"a stop string is {bad[0]!r}, expected text of at least one character")
-        self._held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """Take more text, return what may be shown. After a stop string nothing more is."""
-        if self.stopped:
-            return ""
-        self._held += text
-        found = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if found:
-            self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
-            return shown
-        n_held = max((self._overlap(s) for s in self._stops), default=0)
-        cut = len(self._held) - n_held
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
-
-    def flush(self) -> str:
-        """Return what was held back, at the end of the text."""
-        shown, self._held = self._held, ""
-        return shown
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
