@@ -18,6 +18,7 @@ from tests.conftest import test_arch as backend
 from tmla import cli, cli_run, cli_terminal, info, runtime
 from tmla.config import open_checked
 from tmla.errors import TmlaError
+from tmla.generate import generate
 
 ARCH = backend()
 BAD_FILES = sorted((oracle_dir() / "bad").glob("*.gguf"))
@@ -244,7 +245,7 @@ def test_greedy_ids_are_the_references(run, arrays):
 def test_text_is_streamed_as_generated(run, model):
     code, out, _ = run("-p", "The house", "-n", 20, "--ignore-eos")
     assert code == 0
-    text = tmla.generate.generate(model, "The house", max_tokens=20, ignore_eos=True)
+    text = generate(model, "The house", max_tokens=20, ignore_eos=True)
     assert out == text + "\n" * (not text.endswith("\n"))
 
 
@@ -267,7 +268,7 @@ def test_sampling_options_count(run):
 
 
 def test_stop_and_no_tokens(run, model):
-    text = tmla.generate.generate(model, "The house", max_tokens=20, ignore_eos=True)
+    text = generate(model, "The house", max_tokens=20, ignore_eos=True)
     stop = text[3:5]
     code, out, err = run("-p", "The house", "-n", 20, "--ignore-eos", "--stop", "not there", "--stop", stop)
     assert (code, out.removesuffix("\n")) == (0, text[: text.index(stop)].removesuffix("\n"))

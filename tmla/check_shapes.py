@@ -75,16 +75,15 @@ class RandomWeights:
         """Copy the weights into the segment's fields."""
         for name, blocks in self._blocks.items():
             quants, scales = split(blocks)
-            stored = quants if caps().layout == "bytes" else quants.view(np.uint32)
-            _put(getattr(segment, name + "_q"), index, stored)
+            _put(getattr(segment, name + "_q"), index, quants)
             _put(getattr(segment, name + "_d"), index, scales)
         for name, values in self._vectors.items():
             _put(getattr(segment, name), index, values)
 
 
 def _put(field: Any, index: int, values: np.ndarray) -> None:
-    whole = np.zeros(field.shape, values.dtype)
-    whole[index] = values
+    whole = field.to_numpy()
+    whole[index] = values.view(whole.dtype)  # quants may be stored as words
     field.from_numpy(whole)
 
 
