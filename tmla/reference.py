@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from tmla import rope
-from tmla.config import MIN_WEIGHT_SUM, open_checked
+from tmla.config import MIN_WEIGHT_SUM
 from tmla.errors import ContextError, TmlaError
 from tmla.reference_weights import Weights
+from tmla.requantize import open_checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,10 @@ def logits(
     *,
     n_ctx: int | None = None,
     overrides: Mapping[str, Any] | None = None,
+    requantize: bool = False,
 ) -> np.ndarray:
     """Return the logits of every position, float64 [T, n_vocab]. Parameters and errors as for :func:`trace`."""
-    return trace(path, tokens, n_ctx, overrides=overrides).logits
+    return trace(path, tokens, n_ctx, overrides=overrides, requantize=requantize).logits
 
 
 def trace(
@@ -51,6 +53,7 @@ def trace(
     n_ctx: int | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
+    requantize: bool = False,
 ) -> Trace:
     """Run a prompt and keep what it went through.
 
@@ -64,6 +67,8 @@ def trace(
         Context that a model would allocate, by default T. It matters for files with long and short rope factors only.
     overrides : dict, optional
         Metadata keys to replace or add.
+    requantize : bool
+        Take matrices of other types as the Q8_0 that :mod:`tmla.requantize` makes of them, as a model does.
 
     Returns
     -------
@@ -76,7 +81,7 @@ def trace(
     ContextError, TmlaError
         No tokens, more than `n_ctx`, or an id outside the vocabulary.
     """
-    gf, cfg = open_checked(path, overrides=overrides)
+    gf, cfg = open_checked(path, overrides=overrides, requantize=requantize)
     with gf:
         ids = _checked_tokens(tokens, n_ctx, cfg.n_vocab)
         return _forward(Weights(gf), cfg, ids, n_ctx or len(ids))

@@ -8,7 +8,13 @@ SLAB_VALUES = 1 << 22  # weights held in float64 at a time: 32 MB
 
 
 class Weights:
-    """Reads norms whole and matrices by rows; keeps nothing."""
+    """Reads norms whole and matrices by rows; keeps nothing.
+
+    Parameters
+    ----------
+    gf : GGUFFile or RequantizedFile
+        Its matrices are read as Q8_0, in slices.
+    """
 
     def __init__(self, gf):
         self.gf = gf

@@ -12,6 +12,9 @@ from tmla.tensors import expected_tensors, fold_names
 Q8_BLOCK = 32
 Q8_BLOCK_BYTES = 34  # f16 scale, 32 int8
 VECTOR_TYPES = ("F32", "F16", "BF16")
+REQUANTIZE_TYPES = (  # what tmla.requantize makes Q8_0 of
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
 CHUNK_BLOCKS = 1 << 16  # Q8_0 blocks looked at together: temporaries stay in the cache
 INF_BITS = 0x7C00  # f16 exponent bits; all set means infinite or NaN
 
@@ -24,7 +27,8 @@ def check_tensors(gf, cfg, *, matrix_types: Sequence[str] = ("Q8_0",)) -> None:
     gf : GGUFFile
     cfg : MLAConfig
     matrix_types : sequence of str
-        Types that matrices may have. Norms, router, biases and rope factors may always be F32, F16 or BF16.
+        Types that matrices may have (:mod:`tmla.requantize` allows more). Norms, router, biases and rope factors may
+        always be F32, F16 or BF16.
 
     Raises
     ------
@@ -64,8 +68,23 @@ def _check_types(gf, specs, matrix_types):
         raise GGUFError(
             f"{show(gf.name)}: {n} tensor{'s' * (n > 1)} of a type that tmla does not run ({found}), expected "
             f"{' or '.join(matrix_types)} for matrices and {' or '.join(VECTOR_TYPES)} for norms and routers; "
-            "use a Q8_0 file of the model (llama-quantize makes one)"
+            f"use a Q8_0 file of the model (llama-quantize makes one){_requantize_hint(gf, specs, unsupported)}"
         )
+
+
+def _requantize_hint(gf, specs, unsupported):
+    """What --requantize could do about tensors of unsupported types, {type: names}; nothing if that is not enough."""
+
+    def loadable(kind, name):
+        is_matrix = specs[name].kind == "matrix"
+        return is_matrix and kind in REQUANTIZE_TYPES and gf.tensors[name].shape[-1] % Q8_BLOCK == 0
+
+    can = [kind for kind, names in sorted(unsupported.items()) if all(loadable(kind, name) for name in names)]
+    if not can:
+        return ""
+    hint = f", or pass --requantize (requantize=True): it rounds {' and '.join(can)} to Q8_0 while loading"
+    cannot = sorted(set(unsupported) - set(can))
+    return hint + (f", but cannot load {' and '.join(cannot)}" if cannot else "")
 
 
 def check_matrix(gf, cfg, name, spec, matrix_types=("Q8_0",)):
@@ -134,17 +153,18 @@ def check_finite(gf, cfg, *, progress: Callable[[int, int], object] | None = Non
     GGUFError
         Names the first tensor with a value that is NaN or infinite, and its row and block, or index.
     """
-    names = expected_tensors(cfg)
-    done, total = 0, sum(gf.tensors[name].n_bytes for name in names)
-    for name in names:
-        check_finite_tensor(gf, name)
+    specs = expected_tensors(cfg)
+    done, total = 0, sum(gf.tensors[name].n_bytes for name in specs)
+    for name, spec in specs.items():
+        if spec.kind == "vector" or gf.tensors[name].type == "Q8_0":  # tmla.requantize looks at what it converts
+            check_finite_tensor(gf, name)
         done += gf.tensors[name].n_bytes
         if progress is not None:
             progress(done, total)
 
 
 def check_finite_tensor(gf, name):
-    """Check the block scales of a Q8_0 tensor, or the values of an F32, F16 or BF16 one. Raises GGUFError."""
+    """Check the block scales of a Q8_0 tensor, else the values of an F32, F16 or BF16 one. Raises GGUFError."""
     info = gf.tensors[name]
     if info.type == "Q8_0":
         block = first_nonfinite_block(gf.raw(name))
@@ -153,14 +173,12 @@ def check_finite_tensor(gf, name):
         *row, column = np.unravel_index(block, (*info.shape[:-1], info.shape[-1] // Q8_BLOCK))
         what = f"the scale of row {_index(row)}, block {column}"
         value = gf.raw(name)[block * Q8_BLOCK_BYTES :][:2].view("<f2")[0]
-    elif info.type in VECTOR_TYPES:
+    else:
         values = gf.array(name)
         bad = np.argwhere(~np.isfinite(values))
         if not len(bad):
             return
         what, value = f"value {_index(bad[0])}", values[tuple(bad[0])]
-    else:
-        return  # a type without f16 scales up front; what makes numbers of it has to look
     raise GGUFError(
         f"{show(gf.name)}: tensor {name!r}: {what} is {float(value)}, expected a finite number; the weights are "
         "damaged: download or convert the file again"
