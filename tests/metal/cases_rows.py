@@ -82,7 +82,7 @@ def build_attention(n_splits, n_rows, h, c, r, dtype):
 
 def build_router(n_experts, **changes):
     plain = dict(n_used=3, sigmoid=False, n_groups=1, n_groups_used=1, normalise=False, scale=1.0, has_bias=False)
-    rng, field, routing = np.random.default_rng(34), Fields(), router.Routing(**(plain | changes))
+    rng, field, routing = np.random.default_rng(34), Fields(), router.Routing(**(plain | changes), min_sum=1e-20)
     w = rng.standard_normal((2, n_experts, 64), np.float32) / 4
     bias = rng.uniform(-0.5, 0.5, (2, n_experts)).astype(np.float32)
     x = rng.standard_normal((1, 64), np.float32)

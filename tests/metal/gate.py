@@ -114,8 +114,8 @@ def _broken_rules(module, task, trees):
         yield f"atomic {kind}: Taichi's float atomic (`+=` on a field or shared array); Metal has none"
     if module.has_float64:
         yield "a 64-bit float: Metal has none"
-    if module.n_not_finite:
-        yield "an infinite or NaN constant: Metal compiles with fast math, in which comparisons with it mean nothing"
+    if module.n_infinite:
+        yield "an infinite constant: Metal compiles with fast math, in which comparisons with it mean nothing"
     if module.truncated:
         yield (
             f"{module.truncated} float subgroup result(s) converted to integer: Taichi takes them for i32 when combined"

@@ -37,7 +37,7 @@ class Module:
     bindings: list[int]
     refused_atomics: list[str]  # what kind, for each atomic instruction that Metal lacks
     has_float64: bool
-    n_not_finite: int  # float constants that are infinite or NaN
+    n_infinite: int  # float constants
     truncated: int  # subgroup results that Taichi took for integers, see `_truncations`
     subgroup_capabilities: set[int]
     inputs: list[int]  # ids of input variables
@@ -84,7 +84,7 @@ def read(data):
         bindings=sorted(d[2] for d in by_opcode[OP_DECORATE] if d[1] == DECORATION_BINDING),
         refused_atomics=[kind for opcode, kind in REFUSED_ATOMICS.items() for _ in by_opcode[opcode]],
         has_float64=64 in widths.values(),
-        n_not_finite=sum(_is_not_finite(constant, widths) for constant in by_opcode[OP_CONSTANT]),
+        n_infinite=sum(_is_infinite(constant, widths) for constant in by_opcode[OP_CONSTANT]),
         truncated=_truncations(by_opcode),
         subgroup_capabilities=needs,
         inputs=[id for _, id, storage in variables if storage == STORAGE_INPUT],
@@ -99,10 +99,10 @@ def _type_sizes(by_opcode):
     return sizes
 
 
-def _is_not_finite(constant, widths):
+def _is_infinite(constant, widths):
+    """Whether a constant is an infinity; a NaN is what SPIRV-Tools makes of 0/0 behind a loop that may be empty."""
     kind, _, bits, *_ = constant
-    exponent = {16: 0x7C00, 32: 0x7F800000}.get(widths.get(kind))
-    return exponent is not None and bits & exponent == exponent
+    return bits in {16: (0x7C00, 0xFC00), 32: (0x7F800000, 0xFF800000)}.get(widths.get(kind), ())
 
 
 def _truncations(by_opcode):
