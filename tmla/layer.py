@@ -1,109 +1,244 @@
-"""One layer: the stages in order, composed twice from the same bodies.
+"""One layer, and what stands before and behind the layers: the stages in order, composed into kernels.
 
-:func:`layer_fused` is one kernel, one Python launch a layer. :func:`layer_stages` launches every stage by itself, for
-those who want to look at what lies between, and for the tests that compare the two.
+On CPU a layer is one kernel of ten loops; on a GPU two kernels of three to five dispatches, MLA block and FFN. No kernel
+takes a number: position and layer stand in one-element fields that the kernels advance themselves, so that a launch
+costs as little as Taichi allows. :func:`layer_stages` launches every stage by itself, for those who want to look at
+what lies between, and for the tests that compare.
 """
 
 import taichi as ti
 
-from tmla.stages import absorb, argmax, attention, ffn, linear, norm, rope, router, v_combine
-from tmla.stages.embed import embed_body
+from tmla import runtime
+from tmla.stages import (
+    absorb,
+    argmax,
+    attention,
+    attention_short,
+    attention_tiles,
+    cache_row,
+    embed,
+    ffn,
+    ffn_warps,
+    linear,
+    norm,
+    rope,
+    router,
+    v_combine,
+)
 
 
 @ti.func
-def attention_block(w: ti.template(), s: ti.template(), layer):
+def attention_cpu(w: ti.template(), s: ti.template()):
     """The MLA block: x += W_o attention(norm(x))."""
-    norm.rms_norm_body(s.x, w.attn_norm, layer, w.eps, s.xn)
+    norm.rms_norm_loop(s.x, 0, w.attn_norm, s.layer_attn, w.first, w.eps, s.xn)
+    linear.matvec_loop(w.proj_q, w.proj_d, s.layer_attn, w.first, s.xn, 0, 1.0, False, s.proj)
     if ti.static(w.has_q_lora):
-        linear.matvec_q8_body(w.q_a_q, w.q_a_d, layer, s.xn, s.q_low)
-        norm.rms_norm_body(s.q_low, w.q_a_norm, layer, w.eps, s.q_low_n)
-        linear.matvec_q8_heads_body(w.q_q, w.q_d, layer, s.q_low_n, s.q)
-    else:
-        linear.matvec_q8_heads_body(w.q_q, w.q_d, layer, s.xn, s.q)
-    rope.rope_heads_body(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
-    linear.matvec_q8_heads_body(w.kv_a_q, w.kv_a_d, layer, s.xn, s.row)
-    norm.latent_norm_body(s.row, w.kv_a_norm, layer, w.eps, w.cache, s.pos)
-    rope.rope_cache_body(s.row, w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
-    if ti.static(w.split):
-        absorb.absorb_split_body(w.k_q, w.k_d, layer, s.q, w.n_latent, s.scale, s.pos, s.qa)
-    else:
-        absorb.absorb_unsplit_body(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, s.pos, s.qa)
-    absorb.absorb_pe_body(s.q, w.n_nope, w.n_latent, s.scale, s.pos, s.qa)
-    attention.attention_body(
-        w.cache, layer, s.pos, s.qa, s.attn.scores, s.attn.part_m, s.attn.part_l, s.attn.part_r, s.attn.part
+        norm.rms_norm_loop(s.proj, 0, w.q_a_norm, s.layer_attn, w.first, w.eps, s.q_low)
+        linear.matvec_loop(w.q_b_q, w.q_b_d, s.layer_attn, w.first, s.q_low, 0, 1.0, False, s.q)
+    rope.rope_query_loop(s.q, w.n_nope, s.rope, s.pos, w.half_pairs, s.scale, s.qa, w.n_latent)
+    cache_row.cache_row_loop(
+        s.proj, w.row0, w.kv_a_norm, s.layer_attn, w.first, w.eps, s.rope, w.half_pairs, w.cache, s.pos
     )
-    v_combine.join_splits_body(s.pos, s.attn.part_m, s.attn.part_l, s.attn.part, s.mix)
-    v_combine.v_combine_body(w.v_q, w.v_d, layer, w.v_stride, w.v_offset, s.mix, s.o)
-    linear.matvec_q8_add_body(w.attn_out_q, w.attn_out_d, layer, w.residual_scale, s.o, s.x)
+    absorb.absorb_loop(w, s.layer_attn, s.q, s.scale, s.pos, s.qa)
+    attention.attention_loop(w.cache, s.layer_attn, w.first, s.pos, s.qa, w.row_width, s.attn)
+    v_combine.join_splits_loop(s.pos, s.attn, s.mix)
+    v_combine.v_combine_loop(w, s.layer_attn, s.mix, s.o)
+    linear.matvec_loop(w.attn_out_q, w.attn_out_d, s.layer_attn, w.first, s.o, 0, w.residual_scale, True, s.x)
 
 
 @ti.func
-def ffn_block(w: ti.template(), s: ti.template(), layer):
+def ffn_cpu(w: ti.template(), s: ti.template()):
     """x += FFN(norm(x)), dense or a mixture of experts."""
-    norm.rms_norm_body(s.x, w.ffn_norm, layer, w.eps, s.xn)
+    norm.rms_norm_loop(s.x, 0, w.ffn_norm, s.layer_ffn, w.first, w.eps, s.xn)
     if ti.static(w.moe):
-        router.router_body(w, layer, s.xn, s.route)
-    ffn.ffn_up_body(w, layer, s.xn, s.route.expert, s.route.weight, s.hidden)
-    ffn.ffn_down_body(w, layer, w.residual_scale, s.route.expert, s.hidden, s.x)
+        router.router_logits_loop(w, s.layer_ffn, s.xn, s.route.logit)
+        router.router_choose_loop(w, s.layer_ffn, s.route)
+    ffn.ffn_up_loop(w, s.layer_ffn, s.xn, s.route, w.hidden)
+    ffn.ffn_down_loop(w, s.layer_ffn, s.route, w.hidden, s.x)
 
 
 @ti.kernel
-def layer_fused(w: ti.template(), s: ti.template(), layer: ti.i32):
-    attention_block(w, s, layer)
-    ffn_block(w, s, layer)
+def layer_cpu(a: ti.template(), f: ti.template(), s: ti.template()):
+    attention_cpu(a, s)
+    s.layer_ffn[0] = s.layer_attn[0]
+    ffn_cpu(f, s)
+    s.layer_attn[0] = s.layer_attn[0] + 1
+
+
+@ti.kernel
+def attention_gpu(w: ti.template(), s: ti.template(), short: ti.template()):
+    """Five dispatches (four when `short`; one more with q_lora): projections with the norm, fused query and cache row,
+    attention, split join with v-combine, output projection with the residual."""
+    linear.matvec_simt(
+        w.proj_q, w.proj_d, s.layer_attn, w.first, s.x, 0, w.attn_norm, w.eps, 1.0, True, False, s.proj, w.proj_tiling
+    )
+    if ti.static(w.has_q_lora):
+        linear.matvec_simt(
+            w.q_b_q, w.q_b_d, s.layer_attn, w.first, s.proj, 0, w.q_a_norm, w.eps, 1.0, True, False, s.q, w.q_b_tiling
+        )
+    absorb.query_simt(w, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
+    if ti.static(short):
+        attention_short.attention_short(w, s.layer_attn, s.pos, s.qa, s.o)
+    else:
+        attention_tiles.attention_tiles(w, s.layer_attn, s.pos, s.qa, s.attn)
+        v_combine.v_combine_simt(w, s.layer_attn, s.pos, s.attn, s.o)
+    linear.matvec_simt(
+        w.attn_out_q,
+        w.attn_out_d,
+        s.layer_attn,
+        w.first,
+        s.o,
+        0,
+        w.attn_norm,
+        w.eps,
+        w.residual_scale,
+        False,
+        True,
+        s.x,
+        w.out_tiling,
+    )
+
+
+@ti.kernel
+def ffn_gpu(w: ti.template(), s: ti.template()):
+    """Two or three dispatches: common part and router, experts, down with the residual."""
+    if ti.static(w.moe or w.common_ffn_dim > 0):
+        ffn_warps.ffn_common(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.tiling)
+    if ti.static(w.n_used > 0):
+        ffn_warps.ffn_experts(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.tiling)
+    ffn_warps.ffn_down(w, s.layer_ffn, s.route, w.hidden, s.x, s.layer_attn)
 
 
 @ti.kernel
 def begin(g: ti.template(), s: ti.template(), token: ti.i32, pos: ti.i32):
     """Set the position and put the token's embedding into the residual."""
     s.pos[0] = pos
-    embed_body(g.embd_q, g.embd_d, token, g.embd_scale, s.x)
+    s.layer_attn[0] = 0
+    s.step[0] = 0
+    embed.embed_body(g.embd_q, g.embd_d, token, g.embd_scale, s.x)
 
 
 @ti.kernel
-def begin_next(g: ti.template(), s: ti.template(), keep: ti.i32):
-    """As :func:`begin`, for the greedy choice behind the last logits; the id is kept in ``s.chosen[keep]``."""
-    argmax.argmax_body(s.logits, s.n_choice, s.token)
-    s.chosen[keep] = s.token[0]
-    s.pos[0] = s.pos[0] + 1
-    embed_body(g.embd_q, g.embd_d, s.token[0], g.embd_scale, s.x)
-
-
-@ti.kernel
-def choose(s: ti.template(), keep: ti.i32):
-    """Greedy choice alone: the last of a run of tokens is chosen and not decoded."""
-    argmax.argmax_body(s.logits, s.n_choice, s.token)
-    s.chosen[keep] = s.token[0]
-
-
-@ti.kernel
-def head(g: ti.template(), s: ti.template()):
+def head_cpu(g: ti.template(), s: ti.template()):
     """Final norm and logits."""
-    norm.rms_norm_body(s.x, g.out_norm, 0, g.eps, s.xn)
-    for o in range(s.logits.shape[1]):
-        s.logits[0, o] = g.logit_scale * linear.row_dot_q8(g.head_q, g.head_d, 0, o, s.xn, 0, 0, g.head_d.shape[2])
+    s.layer_attn[0] = 0
+    norm.rms_norm_loop(s.x, 0, g.out_norm, s.layer_attn, 0, g.eps, s.xn)
+    linear.matvec_loop(g.head_q, g.head_d, s.layer_attn, 0, s.xn, 0, g.logit_scale, False, s.logits)
 
 
-def layer_stages(w, s, layer):
-    """The same layer, one kernel per stage."""
-    norm.rms_norm(s.x, w.attn_norm, layer, w.eps, s.xn)
-    if w.has_q_lora:
-        linear.matvec_q8(w.q_a_q, w.q_a_d, layer, s.xn, s.q_low)
-        norm.rms_norm(s.q_low, w.q_a_norm, layer, w.eps, s.q_low_n)
-        linear.matvec_q8_heads(w.q_q, w.q_d, layer, s.q_low_n, s.q)
+@ti.kernel
+def head_gpu(g: ti.template(), s: ti.template()):
+    """Final norm and logits, in one dispatch; `zero` is a layer number that is always 0."""
+    linear.matvec_simt(
+        g.head_q, g.head_d, g.zero, 0, s.x, 0, g.out_norm, g.eps, g.logit_scale, True, False, s.logits, g.head_tiling
+    )
+
+
+@ti.kernel
+def advance_cpu(g: ti.template(), s: ti.template()):
+    """Choose greedily behind the last logits and begin the next token: nothing is read back."""
+    argmax.argmax_loop(s.logits, s.n_choice, s.token)
+    s.chosen[s.step[0]] = s.token[0]
+    s.step[0] = s.step[0] + 1
+    s.pos[0] = s.pos[0] + 1
+    embed.embed_body(g.embd_q, g.embd_d, ti.min(s.token[0], s.n_choice - 1), g.embd_scale, s.x)
+
+
+@ti.kernel
+def advance_gpu(g: ti.template(), s: ti.template()):
+    argmax.argmax_blocks(s.logits, s.n_choice, s.best, s.who)
+    argmax.next_token(g, s.n_choice, s.best, s.who, s.token, s.chosen, s.step, s.pos, s.layer_attn, s.x)
+
+
+class Steps:
+    """The kernels of one token, bound to a model's fields, ready to launch.
+
+    Attributes
+    ----------
+    layers : list of list of Launch
+        Launches of each layer, for contexts beyond ``attention_short.MAX_ROWS``.
+    layers_short : list of list of Launch
+        The same for shorter contexts (on CPU the same list).
+    """
+
+    def __init__(self, globals_, attention_banks, ffn_banks, state):
+        self._g, self._s = globals_, state
+        gpu = runtime.caps().gpu
+        if gpu:
+            _choose_tilings(globals_, attention_banks, ffn_banks, state)
+        bank_of = {b.first + i: b for b in attention_banks for i in range(b.n)}
+        ffn_of = {b.first + i: b for b in ffn_banks for i in range(b.n)}
+        launches: dict = {}
+
+        def bound(kernel, *args):
+            key = (kernel, *(id(a) for a in args))
+            if key not in launches:
+                launches[key] = runtime.Launch(kernel, *args)
+            return launches[key]
+
+        def layers(short):
+            if not gpu:
+                return [[bound(layer_cpu, bank_of[i], ffn_of[i], state)] for i in bank_of]
+            return [[bound(attention_gpu, bank_of[i], state, short), bound(ffn_gpu, ffn_of[i], state)] for i in bank_of]
+
+        self.layers = layers(False)
+        self.layers_short = layers(True) if gpu else self.layers
+        self.head = runtime.Launch(head_gpu if gpu else head_cpu, globals_, state)
+        self.advance = runtime.Launch(advance_gpu if gpu else advance_cpu, globals_, state)
+        self.max_short = attention_short.MAX_ROWS if gpu else 0
+
+    def begin(self, token: int, pos: int) -> None:
+        """Launch :func:`begin`."""
+        begin(self._g, self._s, token, pos)
+        runtime.counter.launches += 1
+
+    def run_layer(self, i: int, n_rows: int) -> None:
+        """Launch layer `i`, which attends to `n_rows` cached rows."""
+        for launch in (self.layers_short if n_rows <= self.max_short else self.layers)[i]:
+            launch()
+
+    def run_layers(self, n_rows: int) -> None:
+        """Launch every layer."""
+        for launches in self.layers_short if n_rows <= self.max_short else self.layers:
+            for launch in launches:
+                launch()
+
+
+def _choose_tilings(globals_, attention_banks, ffn_banks, s) -> None:
+    """Cut each matrix kernel's work: compile-time numbers of the banks."""
+    for b in attention_banks:
+        b.proj_tiling = linear.tiling(s.proj.shape[1], s.x.shape[1])
+        b.out_tiling = linear.tiling(s.x.shape[1], s.o.shape[1])
+        if b.has_q_lora:
+            b.q_b_tiling = linear.tiling(s.q.shape[1], b.q_b_q.shape[2] * 8)
+    for f in ffn_banks:
+        f.tiling = ffn_warps.tiling()
+    globals_.head_tiling = linear.tiling(s.logits.shape[1], s.x.shape[1])
+
+
+def layer_stages(a, f, s):
+    """The layer of ``s.layer_attn[0]`` by single stages, each a kernel of its own; then the next layer's turn."""
+    gpu = runtime.caps().gpu
+    layer = int(s.layer_attn[0])
+    s.layer_attn[0] = layer - a.first
+    if gpu:
+        linear.norm_matvec_q8(a.proj_q, a.proj_d, s.layer_attn, s.x, a.attn_norm, a.eps, s.proj)
     else:
-        linear.matvec_q8_heads(w.q_q, w.q_d, layer, s.xn, s.q)
-    rope.rope_heads(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
-    linear.matvec_q8_heads(w.kv_a_q, w.kv_a_d, layer, s.xn, s.row)
-    norm.latent_norm(s.row, w.kv_a_norm, layer, w.eps, w.cache, s.pos)
-    rope.rope_cache(s.row, w.cache, layer, w.n_latent, s.rope, s.pos, w.half_pairs)
-    absorb.absorb(w.k_q, w.k_d, layer, s.q, w.n_nope, w.n_v, s.scale, s.pos, s.qa, split=w.split)
-    attention.attention(w.cache, layer, s.pos, s.qa, s.attn)
-    v_combine.join_splits(s.pos, s.attn, s.mix)
-    v_combine.v_combine(w.v_q, w.v_d, layer, w.v_stride, w.v_offset, s.mix, s.o)
-    linear.matvec_q8_add(w.attn_out_q, w.attn_out_d, layer, w.residual_scale, s.o, s.x)
-    norm.rms_norm(s.x, w.ffn_norm, layer, w.eps, s.xn)
-    if w.moe:
-        router.router(w, layer, s.xn, s.route)
-    ffn.ffn_up(w, layer, s.xn, s.route, s.hidden)
-    ffn.ffn_down(w, layer, w.residual_scale, s.route, s.hidden, s.x)
+        norm.rms_norm(s.x, a.attn_norm, s.layer_attn, a.eps, s.xn)
+        linear.matvec_q8(a.proj_q, a.proj_d, s.layer_attn, s.xn, s.proj)
+    if a.has_q_lora:
+        norm.rms_norm(s.proj, a.q_a_norm, s.layer_attn, a.eps, s.q_low)
+        linear.matvec_q8(a.q_b_q, a.q_b_d, s.layer_attn, s.q_low, s.q)
+    s.layer_attn[0] = layer
+    absorb.query(a, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
+    attention_tiles.attend(a, s.layer_attn, s.pos, s.qa, s.attn)
+    v_combine.v_combine(a, s.layer_attn, s.pos, s.attn, s.mix, s.o)
+    s.layer_attn[0] = layer - a.first
+    linear.matvec_q8(a.attn_out_q, a.attn_out_d, s.layer_attn, s.o, s.x, scale=a.residual_scale, add=True)
+    s.layer_ffn[0] = layer - f.first
+    norm.rms_norm(s.x, f.ffn_norm, s.layer_ffn, f.eps, s.xn)
+    s.layer_ffn[0] = layer
+    if f.moe:
+        router.router(f, s.layer_ffn, s.xn, s.route)
+    ffn_warps.ffn(f, s.layer_ffn, s.xn, s.route, f.hidden, s.x, s.layer_attn)
+    s.layer_attn[0] = layer + 1

@@ -5,13 +5,13 @@ import time
 import weakref
 
 import numpy as np
+import taichi as ti
 
 from tmla import config, layer, memory, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.runtime import counter
+from tmla.stages.argmax import NO_ID
 from tmla.tokenizer import Tokenizer
-
-MAX_SPLITS = {"cpu": 8, "vulkan": 8, "cuda": 8, "metal": 8}
 
 
 class Model:
@@ -39,10 +39,17 @@ class Model:
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
         self._globals = weights.Globals(plan, cfg, weight_pool)
-        self._segments = [weights.Segment(p, cfg, weight_pool, cache_pool) for p in plan.segments]
-        self._state = state.State(cfg, n_ctx, scratch_pool, MAX_SPLITS[caps.arch], min(cfg.n_vocab, tokenizer.n_vocab))
+        self._globals.zero = scratch_pool.field(ti.i32, (1,))
+        self.attention_banks = [
+            weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
+        ]
+        self.ffn_banks = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+        self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
+        for bank in self.ffn_banks:
+            bank.hidden = self._state.hidden[bank.moe]
+        weights.load_weights(gf, [self._globals, *self.attention_banks, *self.ffn_banks], progress)
+        self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
         self._last_token = -1
-        weights.load_weights(gf, cfg, plan, self._segments, self._globals, progress)
         self.memory = {
             "weights": weight_pool.n_bytes,
             "cache": cache_pool.n_bytes,
@@ -120,18 +127,19 @@ class Model:
         self._step(int(token))
         while len(out) < n:
             run = min(n - len(out), state.MAX_CHOSEN)
+            self._state.step[0] = 0
             for i in range(run):
-                if len(out) + i + 1 == n:
-                    layer.choose(self._state, i)
-                    counter.launches += 1
-                else:
-                    layer.begin_next(self._globals, self._state, i)
-                    counter.launches += 1
-                    self._layers()
-                    self._head()
+                self._steps.advance()
+                if len(out) + i + 1 < n:
                     self.n_past += 1
+                    self._steps.run_layers(self.n_past)
+                    self._steps.head()
             out += self._state.chosen.to_numpy()[:run].tolist()
             counter.readbacks += 1
+            if max(out) == NO_ID:
+                self._last_token = ([int(token), *out])[out.index(NO_ID)]
+                self.n_past -= len(out) - 1 - out.index(NO_ID)
+                self._raise_not_finite()
         self._last_token = out[-2] if n > 1 else int(token)
         return out
 
@@ -167,23 +175,12 @@ class Model:
 
     def _step(self, token: int, logits: bool = True) -> None:
         """Decode one token; its logits stay on the device."""
-        layer.begin(self._globals, self._state, token, self.n_past)
-        counter.launches += 1
-        self._layers()
-        if logits:
-            self._head()
+        self._steps.begin(token, self.n_past)
         self._last_token = token
         self.n_past += 1
-
-    def _layers(self) -> None:
-        for seg in self._segments:
-            for i in range(seg.n):
-                layer.layer_fused(seg, self._state, i)
-        counter.launches += self.config.n_layers
-
-    def _head(self) -> None:
-        layer.head(self._globals, self._state)
-        counter.launches += 1
+        self._steps.run_layers(self.n_past)
+        if logits:
+            self._steps.head()
 
     def _read_logits(self) -> np.ndarray:
         out = self._state.logits.to_numpy()[0]
@@ -196,11 +193,11 @@ class Model:
         """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
         last = self.n_past - 1
         first = None
-        for seg in self._segments:
-            bad = ~np.isfinite(seg.cache.to_numpy()[:, : self.n_past]).all(axis=2)
+        for bank in self.attention_banks:
+            bad = ~np.isfinite(bank.cache_rows(self.n_past)).all(axis=2)
             for i, row in enumerate(bad):
                 if row.any() and (first is None or int(np.argmax(row)) < first[0]):
-                    first = (int(np.argmax(row)), seg.first + i)
+                    first = (int(np.argmax(row)), bank.first + i)
         if first is None or first[0] == last:
             first = (last, self._first_layer_not_finite(last))
         where = f"layer {first[1]}" if first[1] is not None else "the head"
@@ -210,12 +207,11 @@ class Model:
         )
 
     def _first_layer_not_finite(self, pos: int) -> int | None:
-        layer.begin(self._globals, self._state, self._last_token, pos)
-        for seg in self._segments:
-            for i in range(seg.n):
-                layer.layer_fused(seg, self._state, i)
-                if not np.isfinite(self._state.x.to_numpy()).all():
-                    return seg.first + i
+        self._steps.begin(self._last_token, pos)
+        for i in range(self.config.n_layers):
+            self._steps.run_layer(i, pos + 1)
+            if not np.isfinite(self._state.x.to_numpy()).all():
+                return i
         return None
 
 

@@ -2,7 +2,8 @@
 
 The context is cut into splits, each an independent online softmax (Milakov and Gimelshein, 2018) that leaves a maximum,
 a sum and an unnormalised latent sum; :mod:`tmla.stages.v_combine` joins them. Within a split, rows are taken by tiles
-and each tile serves every head, so that a cached row is fetched once.
+and each tile serves every head, so that a cached row is fetched once. This file is the CPU's;
+:mod:`tmla.stages.attention_tiles` and :mod:`tmla.stages.attention_short` are the GPU's.
 """
 
 import numpy as np
@@ -16,15 +17,17 @@ NEG_INF = -3.0e38
 
 
 @ti.func
-def split_count(n_rows, max_splits):
-    """Splits used for `n_rows` cached rows: one per tile until the maximum."""
-    return ti.min(max_splits, (n_rows + TILE - 1) // TILE)
+def split_span(n_rows, n_splits: ti.template(), tile: ti.template()):
+    """Tiles of each split, and how many splits have any: ``n_rows`` spread over at most `n_splits`."""
+    n_tiles = (n_rows + (tile - 1)) // tile
+    per = (n_tiles + (n_splits - 1)) // n_splits
+    return ti.Vector([per, (n_tiles + per - 1) // per])
 
 
 @ti.func
-def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), s, scores: ti.template()):
+def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), width, s, scores: ti.template()):
     """scores[s, h, t - t0] = qa[0, h] . cache[layer, t] for the tile's rows and all heads."""
-    n_heads, width = ti.static(qa.shape[1], qa.shape[2])
+    n_heads = ti.static(qa.shape[1])
     for hg in range((n_heads + HEADS - 1) // HEADS):
         for tg in range((t1 - t0 + ROWS - 1) // ROWS):
             # rows and heads past the end repeat the last one: the same value is written twice
@@ -52,116 +55,102 @@ def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), s, scor
 
 
 @ti.func
-def _tile_softmax(
-    s, n, first, scores: ti.template(), part_m: ti.template(), part_l: ti.template(), part_r: ti.template()
-):
-    """Turn a tile's scores into weights relative to the running maximum; leave the rescale factor in part_r."""
-    for h in range(scores.shape[1]):
+def _tile_softmax(s, n, first, a: ti.template()):
+    """Turn a tile's scores into weights relative to the running maximum; leave the rescale factor in a.rescale."""
+    for h in range(a.scores.shape[1]):
         m_old = NEG_INF
-        l = 0.0
+        total = 0.0
         if not first:
-            m_old, l = part_m[s, h], part_l[s, h]
+            m_old, total = a.top[h, s], a.total[h, s]
         m = m_old
         for t in range(n):
-            m = ti.max(m, scores[s, h, t])
+            m = ti.max(m, a.scores[s, h, t])
         rescale = ti.exp(m_old - m)
-        total = 0.0
+        new = 0.0
         for t in range(n):
-            p = ti.exp(scores[s, h, t] - m)
-            scores[s, h, t] = p
-            total += p
-        part_m[s, h] = m
-        part_l[s, h] = l * rescale + total
-        part_r[s, h] = rescale
+            p = ti.exp(a.scores[s, h, t] - m)
+            a.scores[s, h, t] = p
+            new += p
+        a.top[h, s] = m
+        a.total[h, s] = total * rescale + new
+        a.rescale[s, h] = rescale
 
 
 @ti.func
-def _tile_values(
-    cache: ti.template(), layer, t0, t1, s, first, scores: ti.template(), part_r: ti.template(), part: ti.template()
-):
-    """part[s, h] = part[s, h] * rescale + sum over the tile of weight * latent."""
-    n_heads, n_latent = ti.static(part.shape[1], part.shape[2])
+def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()):
+    """a.part[s, h] = a.part[s, h] * rescale + sum over the tile of weight * latent."""
+    n_heads, n_latent = ti.static(a.part.shape[1], a.part.shape[2])
     for hg in range((n_heads + 1) // 2):
         h0 = hg * 2
         h1 = ti.min(h0 + 1, n_heads - 1)
         for b in range(n_latent // CHUNK):
             acc0, acc1 = ti.Vector.zero(ti.f32, CHUNK), ti.Vector.zero(ti.f32, CHUNK)
             for t in range(t0, t1):
-                p0, p1 = scores[s, h0, t - t0], scores[s, h1, t - t0]
+                p0, p1 = a.scores[s, h0, t - t0], a.scores[s, h1, t - t0]
                 for j in range(CHUNK):
                     v = ti.cast(cache[layer, t, b * CHUNK + j], ti.f32)
                     acc0[j] += p0 * v
                     acc1[j] += p1 * v
-            r0, r1 = part_r[s, h0], part_r[s, h1]
+            r0, r1 = a.rescale[s, h0], a.rescale[s, h1]
             for j in range(CHUNK):
                 c = b * CHUNK + j
                 old0, old1 = 0.0, 0.0
                 if not first:  # what an earlier token left here may be NaN
-                    old0, old1 = part[s, h0, c], part[s, h1, c]
-                part[s, h0, c] = old0 * r0 + acc0[j]
-                part[s, h1, c] = old1 * r1 + acc1[j]
+                    old0, old1 = a.part[s, h0, c], a.part[s, h1, c]
+                a.part[s, h0, c] = old0 * r0 + acc0[j]
+                a.part[s, h1, c] = old1 * r1 + acc1[j]
 
 
 @ti.func
-def attention_body(
+def attention_loop(
     cache: ti.template(),
-    layer,
+    layer: ti.template(),
+    first_layer: ti.template(),
     pos: ti.template(),
     qa: ti.template(),
-    scores: ti.template(),
-    part_m: ti.template(),
-    part_l: ti.template(),
-    part_r: ti.template(),
-    part: ti.template(),
+    width,
+    a: ti.template(),
 ):
-    for s in range(part.shape[0]):
+    for s in range(a.part.shape[0]):
         n_rows = pos[0] + 1
-        n_split = split_count(n_rows, part.shape[0])
-        n_tile = (n_rows + TILE - 1) // TILE
-        first_tile = n_tile * ti.min(s, n_split) // n_split
-        end_tile = n_tile * ti.min(s + 1, n_split) // n_split
-        for tile in range(first_tile, end_tile):  # none where s >= n_split
+        span = split_span(n_rows, a.part.shape[0], TILE)
+        first = s * span[0]
+        n_tiles = (n_rows + TILE - 1) // TILE
+        for tile in range(first, ti.min(first + span[0], n_tiles)):
             t0 = tile * TILE
             t1 = ti.min(t0 + TILE, n_rows)
-            _tile_scores(cache, layer, t0, t1, qa, s, scores)
-            _tile_softmax(s, t1 - t0, tile == first_tile, scores, part_m, part_l, part_r)
-            _tile_values(cache, layer, t0, t1, s, tile == first_tile, scores, part_r, part)
+            _tile_scores(cache, layer[0] - first_layer, t0, t1, qa, width, s, a.scores)
+            _tile_softmax(s, t1 - t0, tile == first, a)
+            _tile_values(cache, layer[0] - first_layer, t0, t1, s, tile == first, a)
 
 
 @ti.kernel
 def _attention(
-    cache: ti.template(),
-    layer: ti.i32,
-    pos: ti.template(),
-    qa: ti.template(),
-    scores: ti.template(),
-    part_m: ti.template(),
-    part_l: ti.template(),
-    part_r: ti.template(),
-    part: ti.template(),
+    cache: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), width: ti.i32, a: ti.template()
 ):
-    attention_body(cache, layer, pos, qa, scores, part_m, part_l, part_r, part)
+    attention_loop(cache, layer, 0, pos, qa, width, a)
 
 
-def attention(cache, layer, pos, qa, scratch):
-    """Attend from every head to the first ``pos[0] + 1`` cached rows.
+def attention(cache, layer, pos, qa, width, scratch):
+    """CPU: attend from every head to the first ``pos[0] + 1`` cached rows.
 
     Parameters
     ----------
     cache : ti.Field, f16 or f32 [L, T, C + R]
-    pos : ti.Field, i32 [1]
-    qa : ti.Field, f32 [1, H, C + R]
+    layer, pos : ti.Field, i32 [1]
+    qa : ti.Field, f32 [1, H, >= C + R]
         Fused query rows, score scale included.
+    width : int
+        C + R.
     scratch : AttentionScratch
-        ``scores`` [S, H, TILE], ``part_m``, ``part_l``, ``part_r`` [S, H], ``part`` [S, H, C], all f32. Of the splits
-        used, `part_m` (maximum), `part_l` (sum of weights) and `part` (weighted latent sum) are written whole.
+        ``scores`` [S, H, TILE], ``rescale`` [S, H], ``top``, ``total`` [H, S], ``part`` [S, H, C], all f32. Of the splits
+        used, `top` (maximum), `total` (sum of weights) and `part` (weighted latent sum) are written whole.
 
     Notes
     -----
     Reads ``(C + R) * bytes`` per cached row; ``2 H (2 C + R)`` operations a row. Reference: :func:`attention_ref`.
     """
-    s = scratch
-    _attention(cache, layer, pos, qa, s.scores, s.part_m, s.part_l, s.part_r, s.part)
+    _attention(cache, layer, pos, qa, width, scratch)
 
 
 def attention_ref(rows, qa, n_latent):

@@ -17,7 +17,7 @@ def _embed(w_q: ti.template(), w_d: ti.template(), token: ti.i32, scale: ti.f32,
 
 
 def embed(w_q, w_d, token, scale, x):
-    """Write row `token` of the embedding, times `scale`, to the residual: u8 [1, n_vocab, D] -> f32 [1, D].
+    """Write row `token` of the embedding, times `scale`, to the residual: [1, n_vocab, D] -> f32 [1, D].
 
     ``0 <= token < n_vocab`` is the caller's duty. Reference: :func:`embed_ref`.
     """

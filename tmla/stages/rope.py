@@ -1,8 +1,8 @@
-"""Rotary embedding of the pe window: of the query heads in place, and of the key tail on its way into the cache.
+"""Rotary embedding: pair p of a window of R values turns by ``pos * freq[p]``.
 
-Both are one stage: :func:`rope_row` turns the R values at `offset` of one row into another.
-Pair p of the window turns by angle ``pos * freq[p]``. *consecutive* pairs are ``(2p, 2p+1)`` (deepseek2, plm),
-*half* pairs ``(p, p + R/2)`` (minicpm3). Source: RoFormer (Su et al., 2021); YaRN changes the table alone.
+*consecutive* pairs are ``(2p, 2p+1)`` (deepseek2, plm), *half* pairs ``(p, p + R/2)`` (minicpm3). The queries turn on
+their way into the fused query row, the key tail on its way into the cache (:mod:`tmla.stages.cache_row`).
+Source: RoFormer (Su et al., 2021); YaRN changes the table alone.
 """
 
 import numpy as np
@@ -10,100 +10,74 @@ import taichi as ti
 
 
 @ti.func
-def rope_row(
-    src: ti.template(),
-    src_a,
-    src_b,
-    dst: ti.template(),
-    dst_a,
-    dst_b,
-    offset,
+def turned(src: ti.template(), i, p, table: ti.template(), pos, half: ti.template()):
+    """Pair p of the window at ``src[0, i]``, turned."""
+    n_pair = ti.static(table.shape[1])
+    a, b = i + 2 * p, i + 2 * p + 1
+    if ti.static(half):
+        a, b = i + p, i + p + n_pair
+    u, v = src[0, a], src[0, b]
+    cos, sin = table[pos, p, 0], table[pos, p, 1]
+    return ti.Vector([u * cos - v * sin, u * sin + v * cos])
+
+
+@ti.func
+def rope_query_loop(
+    q: ti.template(),
+    n_nope: ti.template(),
     table: ti.template(),
     pos: ti.template(),
     half: ti.template(),
+    scale: ti.template(),
+    qa: ti.template(),
+    n_latent: ti.template(),
 ):
     n_pair = ti.static(table.shape[1])
-    for p in range(n_pair):
-        i = offset + 2 * p
-        j = i + 1
-        if ti.static(half):
-            i = offset + p
-            j = i + n_pair
-        u, v = src[src_a, src_b, i], src[src_a, src_b, j]
-        cos, sin = table[pos[0], p, 0], table[pos[0], p, 1]
-        dst[dst_a, dst_b, i] = ti.cast(u * cos - v * sin, dst.dtype)
-        dst[dst_a, dst_b, j] = ti.cast(u * sin + v * cos, dst.dtype)
-
-
-@ti.func
-def rope_heads_body(q: ti.template(), offset, table: ti.template(), pos: ti.template(), half: ti.template()):
     ti.loop_config(serialize=True)
-    for h in range(q.shape[1]):
-        rope_row(q, 0, h, q, 0, h, offset, table, pos, half)
-
-
-@ti.func
-def rope_cache_body(
-    row: ti.template(),
-    cache: ti.template(),
-    layer,
-    offset,
-    table: ti.template(),
-    pos: ti.template(),
-    half: ti.template(),
-):
-    ti.loop_config(serialize=True)
-    for _ in range(1):
-        rope_row(row, 0, 0, cache, layer, pos[0], offset, table, pos, half)
+    for h in range(qa.shape[1]):
+        at = h * (n_nope + 2 * n_pair) + n_nope
+        for p in range(n_pair):
+            t = turned(q, at, p, table, pos[0], half) * scale[pos[0]]
+            i, j = n_latent + 2 * p, n_latent + 2 * p + 1
+            if ti.static(half):
+                i, j = n_latent + p, n_latent + p + n_pair
+            qa[0, h, i] = t[0]
+            qa[0, h, j] = t[1]
 
 
 @ti.kernel
-def _rope_heads(q: ti.template(), offset: ti.i32, table: ti.template(), pos: ti.template(), half: ti.template()):
-    rope_heads_body(q, offset, table, pos, half)
-
-
-@ti.kernel
-def _rope_cache(
-    row: ti.template(),
-    cache: ti.template(),
-    layer: ti.i32,
-    offset: ti.i32,
+def _rope_query(
+    q: ti.template(),
+    n_nope: ti.template(),
     table: ti.template(),
     pos: ti.template(),
     half: ti.template(),
+    scale: ti.template(),
+    qa: ti.template(),
+    n_latent: ti.template(),
 ):
-    rope_cache_body(row, cache, layer, offset, table, pos, half)
+    rope_query_loop(q, n_nope, table, pos, half, scale, qa, n_latent)
 
 
-def rope_heads(q, offset, table, pos, half=False):
-    """Rotate R values from `offset` on in every head's row.
+def rope_query(q, n_nope, table, pos, half, scale, qa, n_latent):
+    """Rotate every head's pe window into the tail of its fused query row, times the score scale.
 
     Parameters
     ----------
-    q : ti.Field, f32 [1, H, N + R]
-    offset : int
-        N.
+    q : ti.Field, f32 [1, >= H * (N + R)]
+        Queries, head by head.
+    n_nope, n_latent : int
+        N and C.
     table : ti.Field, f32 [T, R/2, 2]
         Cosine and sine, from float64 (:meth:`tmla.config.MLAConfig.rope_table`).
     pos : ti.Field, i32 [1]
     half : bool
         Pairs are ``(p, p + R/2)`` instead of ``(2p, 2p+1)``.
+    scale : ti.Field, f32 [T]
+    qa : ti.Field, f32 [1, H, >= C + R]
+        ``qa[0, :, C : C + R]`` is written. Reference: :func:`rope_ref`.
     """
-    _rope_heads(q, offset, table, pos, half)
-
-
-def rope_cache(row, cache, layer, offset, table, pos, half=False):
-    """Rotate the tail of the kv_a projection into the cache.
-
-    Parameters
-    ----------
-    row : ti.Field, f32 [1, 1, C + R]
-    cache : ti.Field, f16 or f32 [L, T, C + R]
-        ``cache[layer, pos[0], C:]`` is written.
-    offset : int
-        C.
-    """
-    _rope_cache(row, cache, layer, offset, table, pos, half)
+    _rope_query(q, n_nope, table, pos, half, scale, qa, n_latent)
 
 
 def rope_ref(x, table, half=False):

@@ -4,6 +4,9 @@ Scores are a softmax over all experts (V2) or sigmoids (V3). A bias, where the f
 and not in the weights. With expert groups, only the best groups' experts can be chosen; a group's score is the sum of
 its two best biased scores. Weights are the chosen scores, normalised where the file says so, times a constant.
 Sources: DeepSeek-V2 paper, section 2.1.3; DeepSeek-V3 paper, section 2.1.2 (its equation 16).
+
+On a GPU the logits come from :mod:`tmla.stages.ffn_warps`, and every block that runs an expert finds the choice again:
+cheaper than one more dispatch.
 """
 
 import dataclasses
@@ -11,7 +14,11 @@ import dataclasses
 import numpy as np
 import taichi as ti
 
+from tmla import runtime
+from tmla.stages.lanes import cdiv
+
 DROPPED = -3.0e38  # below every score: an expert that can't be chosen any more
+BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,109 +34,215 @@ class Routing:
     has_bias: bool
     min_sum: float  # smallest divisor when weights are normalised: guards 0/0
 
+    @property
+    def by_logit(self) -> bool:
+        """Does the order of the logits decide alone?"""
+        return not self.has_bias and self.n_groups == 1
+
 
 @ti.func
-def router_logits_body(w: ti.template(), layer, x: ti.template(), score: ti.template()):
-    for e in range(w.shape[1]):
+def router_logits_loop(w: ti.template(), layer: ti.template(), x: ti.template(), logit: ti.template()):
+    for e in range(w.router.shape[1]):
         acc = 0.0
-        for i in range(w.shape[2]):
-            acc += w[layer, e, i] * x[0, i]
-        score[0, e] = acc
+        for i in range(w.router.shape[2]):
+            acc += w.router[layer[0] - w.first, e, i] * x[0, i]
+        logit[0, e] = acc
 
 
 @ti.func
-def router_scores(score: ti.template(), sigmoid: ti.template()):
-    """Logits to scores, in place."""
-    n = ti.static(score.shape[1])
+def _scores(r: ti.template(), sigmoid: ti.template()):
+    n = ti.static(r.logit.shape[1])
     if ti.static(sigmoid):
         for e in range(n):
-            score[0, e] = 1.0 / (1.0 + ti.exp(-score[0, e]))
+            r.score[0, e] = 1.0 / (1.0 + ti.exp(-r.logit[0, e]))
     else:
-        m = score[0, 0]
+        m = r.logit[0, 0]
         for e in range(1, n):
-            m = ti.max(m, score[0, e])
+            m = ti.max(m, r.logit[0, e])
         total = 0.0
         for e in range(n):
-            p = ti.exp(score[0, e] - m)
-            score[0, e] = p
+            p = ti.exp(r.logit[0, e] - m)
+            r.score[0, e] = p
             total += p
         for e in range(n):
-            score[0, e] = score[0, e] / total
+            r.score[0, e] = r.score[0, e] / total
 
 
 @ti.func
-def drop_groups(select: ti.template(), n_groups: ti.template(), n_groups_used: ti.template(), group: ti.template()):
+def _two_best(select: ti.template(), first, n):
+    best, second = DROPPED, DROPPED
+    for e in range(first, first + n):
+        v = select[e]
+        if v > best:
+            best, second = v, best
+        elif v > second:
+            second = v
+    return best + second
+
+
+@ti.func
+def _drop_groups(r: ti.template(), n_groups: ti.template(), n_groups_used: ti.template()):
     """Make the experts of all but the best groups unselectable."""
-    size = ti.static(select.shape[1] // n_groups)
+    size = ti.static(r.select.shape[0] // n_groups)
     for g in range(n_groups):
-        best, second = DROPPED, DROPPED
-        for e in range(g * size, (g + 1) * size):
-            v = select[0, e]
-            if v > best:
-                best, second = v, best
-            elif v > second:
-                second = v
-        group[0, g] = best + second
+        r.group[g] = _two_best(r.select, g * size, size)
     for _ in range(n_groups_used):
         pick, value = 0, 2.0 * DROPPED
         for g in range(n_groups):
-            if group[0, g] > value:
-                pick, value = g, group[0, g]
-        group[0, pick] = -ti.math.inf  # kept
-    for e in range(select.shape[1]):
-        if group[0, e // size] > 2.0 * DROPPED:
-            select[0, e] = DROPPED
+            if r.group[g] > value:
+                pick, value = g, r.group[g]
+        r.group[pick] = -ti.math.inf  # kept
+    for e in range(r.select.shape[0]):
+        if r.group[e // size] > 2.0 * DROPPED:
+            r.select[e] = DROPPED
 
 
 @ti.func
-def router_choose_body(
-    score: ti.template(),
-    bias: ti.template(),
-    layer,
-    routing: ti.template(),
-    select: ti.template(),
-    group: ti.template(),
-    expert: ti.template(),
-    weight: ti.template(),
-):
+def router_choose_loop(w: ti.template(), layer: ti.template(), r: ti.template()):
+    """From r.logit to r.expert and r.weight, on one thread."""
     ti.loop_config(serialize=True)
     for _ in range(1):
-        router_scores(score, routing.sigmoid)
-        for e in range(score.shape[1]):
-            select[0, e] = score[0, e]
-            if ti.static(routing.has_bias):
-                select[0, e] = score[0, e] + bias[layer, e]
-        if ti.static(routing.n_groups > 1):
-            drop_groups(select, routing.n_groups, routing.n_groups_used, group)
+        _scores(r, w.routing.sigmoid)
+        for e in range(r.logit.shape[1]):
+            r.select[e] = r.score[0, e]
+            if ti.static(w.routing.has_bias):
+                r.select[e] = r.score[0, e] + w.router_bias[layer[0] - w.first, e]
+        if ti.static(w.routing.n_groups > 1):
+            _drop_groups(r, w.routing.n_groups, w.routing.n_groups_used)
         total = 0.0
-        for k in range(routing.n_used):
+        for k in range(w.routing.n_used):
             pick, value = 0, 2.0 * DROPPED
-            for e in range(score.shape[1]):  # the first of equals wins, as in a stable sort
-                if select[0, e] > value:
-                    pick, value = e, select[0, e]
-            select[0, pick] = 2.0 * DROPPED
-            expert[0, k] = pick
-            weight[0, k] = score[0, pick]
-            total += score[0, pick]
-        factor = ti.cast(ti.static(routing.scale), ti.f32)
-        if ti.static(routing.normalise):
-            factor = factor / ti.max(total, ti.static(routing.min_sum))
-        for k in range(routing.n_used):
-            weight[0, k] = weight[0, k] * factor
+            for e in range(r.logit.shape[1]):  # the first of equals wins, as in a stable sort
+                if r.select[e] > value:
+                    pick, value = e, r.select[e]
+            r.select[pick] = 2.0 * DROPPED
+            r.expert[0, k] = pick
+            r.weight[0, k] = r.score[0, pick]
+            total += r.score[0, pick]
+        factor = ti.cast(ti.static(w.routing.scale), ti.f32)
+        if ti.static(w.routing.normalise):
+            factor = factor / ti.max(total, ti.static(w.routing.min_sum))
+        for k in range(w.routing.n_used):
+            r.weight[0, k] = r.weight[0, k] * factor
 
 
 @ti.func
-def router_body(w: ti.template(), layer, x: ti.template(), r: ti.template()):
-    router_logits_body(w.router, layer, x, r.score)
-    if ti.static(w.routing.has_bias):
-        router_choose_body(r.score, w.router_bias, layer, w.routing, r.select, r.group, r.expert, r.weight)
+def choose_block(
+    tid,
+    w: ti.template(),
+    lay,
+    logit: ti.template(),
+    score: ti.template(),
+    select: ti.template(),
+    group: ti.template(),
+    who: ti.template(),
+    block: ti.template(),
+):
+    """The whole block finds the K best experts: an expert's place is the number of better ones.
+
+    score, select [E], group [G] f32 and who [K] i32 are shared arrays; score then holds the scores (by_logit: the
+    logits) and who the chosen, best first. Of equal experts the lower number is better. Ends with a barrier.
+    """
+    n = ti.static(logit.shape[1])
+    for k in range(ti.static(cdiv(logit.shape[1], block))):
+        e = k * block + tid
+        if e < n:
+            v = logit[0, e]
+            if ti.static(w.routing.sigmoid):
+                v = 1.0 / (1.0 + ti.exp(-v))
+            score[e] = v
+    ti.simt.block.sync()
+    if ti.static(not w.routing.sigmoid and not w.routing.by_logit):
+        top, total = DROPPED, 0.0
+        for e in range(n):
+            top = ti.max(top, score[e])
+        for e in range(n):
+            total += ti.exp(score[e] - top)
+        ti.simt.block.sync()
+        for k in range(ti.static(cdiv(logit.shape[1], block))):
+            e = k * block + tid
+            if e < n:
+                score[e] = ti.exp(score[e] - top) / total
+        ti.simt.block.sync()
+    for k in range(ti.static(cdiv(logit.shape[1], block))):
+        e = k * block + tid
+        if e < n:
+            v = score[e]
+            if ti.static(w.routing.has_bias):
+                v += w.router_bias[lay, e]
+            select[e] = v
+    ti.simt.block.sync()
+    if ti.static(w.routing.n_groups > 1):
+        size = ti.static(logit.shape[1] // w.routing.n_groups)
+        if tid < w.routing.n_groups:
+            group[tid] = _two_best(select, tid * size, size)
+        ti.simt.block.sync()
+        for k in range(ti.static(cdiv(logit.shape[1], block))):
+            e = k * block + tid
+            if e < n:
+                mine, better = group[e // size], 0
+                for g in range(ti.static(w.routing.n_groups)):
+                    if group[g] > mine or (group[g] == mine and g < e // size):
+                        better += 1
+                if better >= w.routing.n_groups_used:
+                    select[e] = DROPPED
+        ti.simt.block.sync()
+    for k in range(ti.static(cdiv(logit.shape[1], block))):
+        e = k * block + tid
+        if e < n:
+            mine, better = select[e], 0
+            for j in range(n):
+                if select[j] > mine or (select[j] == mine and j < e):
+                    better += 1
+            if better < w.routing.n_used:
+                who[better] = e
+    ti.simt.block.sync()
+
+
+@ti.func
+def weight_of(w: ti.template(), slot, n: ti.template(), score: ti.template(), who: ti.template()):
+    """Final weight of the expert in `slot`, after :func:`choose_block`."""
+    mine = score[who[slot]]
+    if ti.static(not w.routing.sigmoid and w.routing.by_logit):
+        top, total = DROPPED, 0.0
+        for e in range(n):
+            top = ti.max(top, score[e])
+        for e in range(n):
+            total += ti.exp(score[e] - top)
+        mine = ti.exp(mine - top) / total
+        if ti.static(w.routing.normalise):
+            chosen = 0.0
+            for k in range(ti.static(w.routing.n_used)):
+                chosen += ti.exp(score[who[k]] - top) / total
+            mine /= ti.max(chosen, ti.static(w.routing.min_sum))
     else:
-        router_choose_body(r.score, r.score, layer, w.routing, r.select, r.group, r.expert, r.weight)
+        if ti.static(w.routing.normalise):
+            chosen = 0.0
+            for k in range(ti.static(w.routing.n_used)):
+                chosen += score[who[k]]
+            mine /= ti.max(chosen, ti.static(w.routing.min_sum))
+    return mine * ti.static(w.routing.scale)
 
 
 @ti.kernel
-def _router(w: ti.template(), layer: ti.i32, x: ti.template(), r: ti.template()):
-    router_body(w, layer, x, r)
+def _router_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template()):
+    router_logits_loop(w, layer, x, r.logit)
+    router_choose_loop(w, layer, r)
+
+
+@ti.kernel
+def _router_simt(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template()):
+    router_logits_loop(w, layer, x, r.logit)
+    ti.loop_config(block_dim=BLOCK)
+    for i in range(BLOCK):
+        score = ti.simt.block.SharedArray(r.logit.shape[1], ti.f32)
+        select = ti.simt.block.SharedArray(r.logit.shape[1], ti.f32)
+        group = ti.simt.block.SharedArray(w.routing.n_groups, ti.f32)
+        who = ti.simt.block.SharedArray(w.routing.n_used, ti.i32)
+        choose_block(i, w, layer[0] - w.first, r.logit, score, select, group, who, BLOCK)
+        if i < w.routing.n_used:
+            r.expert[0, i] = who[i]
+            r.weight[0, i] = weight_of(w, i, r.logit.shape[1], score, who)
 
 
 def router(w, layer, x, scratch):
@@ -137,20 +250,22 @@ def router(w, layer, x, scratch):
 
     Parameters
     ----------
-    w : RouterWeights
+    w : FFNBank
         Fields ``router`` f32 [L, E, D] and, when ``w.routing.has_bias``, ``router_bias`` f32 [L, E] (``exp_probs_b``);
         ``routing`` a :class:`Routing`.
+    layer : ti.Field, i32 [1]
     x : ti.Field, f32 [1, D]
         Normalised residual.
     scratch : RouterScratch
-        ``score``, ``select`` f32 [1, E], ``group`` f32 [1, G]; results ``expert`` i32 [1, K], best first, and
-        ``weight`` f32 [1, K].
+        ``logit``, ``score`` f32 [1, E], ``select`` f32 [E], ``group`` f32 [G]; results ``expert`` i32 [1, K], best first,
+        and ``weight`` f32 [1, K].
 
     Notes
     -----
     Reads ``4 E D`` bytes. Reference: :func:`router_ref`.
     """
-    _router(w, layer, x, scratch)
+    kernel = _router_simt if runtime.caps().gpu else _router_loop
+    kernel(w, layer, x, scratch)
 
 
 def router_ref(w, bias, routing, x):

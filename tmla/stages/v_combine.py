@@ -1,89 +1,164 @@
 """v-combine: join the splits of the attention, then carry each head's latent mix back to its V values.
 
-``o[h] = w_uv[h] @ mix[h]``. The value rows of head h stand at ``h * stride + offset`` of the matrix: unsplit ``kv_b``
-has stride N + V and offset N, split ``attn_v_b`` stride V and offset 0; blocks run along C in both.
+``o[h] = w_uv[h] @ mix[h]``. The value rows of head h stand at ``h * v_stride + v_offset`` of the matrix: unsplit
+``kv_b`` has stride N + V and offset N, split ``attn_v_b`` stride V and offset 0; blocks run along C in both.
 """
 
 import numpy as np
 import taichi as ti
 
-from tmla.stages.attention import CHUNK, split_count
+from tmla import runtime
+from tmla.stages import attention_tiles
+from tmla.stages.attention import CHUNK, NEG_INF, TILE, split_span
+from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, width
 from tmla.stages.linear import dequantise_ref, row_dot_q8
+from tmla.stages.words import WORD, dot_word, lane_place, shared_len
+
+BLOCK = 256
+VALUE_BLOCKS = 8  # blocks that share a head's value rows (each joins the splits again)
 
 
 @ti.func
-def join_splits_body(
-    pos: ti.template(), part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()
-):
-    n_chunk = ti.static(part.shape[2] // CHUNK)
-    for hb in range(part.shape[1] * n_chunk):
+def join_splits_loop(pos: ti.template(), a: ti.template(), mix: ti.template()):
+    n_chunk = ti.static(a.part.shape[2] // CHUNK)
+    for hb in range(a.part.shape[1] * n_chunk):
         h, b = hb // n_chunk, hb % n_chunk
-        n_split = split_count(pos[0] + 1, part.shape[0])
-        m = part_m[0, h]
+        n_split = split_span(pos[0] + 1, a.part.shape[0], TILE)[1]
+        m = a.top[h, 0]
         for s in range(1, n_split):
-            m = ti.max(m, part_m[s, h])
+            m = ti.max(m, a.top[h, s])
         total = 0.0
         acc = ti.Vector.zero(ti.f32, CHUNK)
         for s in range(n_split):
-            weight = ti.exp(part_m[s, h] - m)
-            total += weight * part_l[s, h]
+            weight = ti.exp(a.top[h, s] - m)
+            total += weight * a.total[h, s]
             for j in range(CHUNK):
-                acc[j] += weight * part[s, h, b * CHUNK + j]
+                acc[j] += weight * a.part[s, h, b * CHUNK + j]
         for j in range(CHUNK):
             mix[h, b * CHUNK + j] = acc[j] / total
 
 
 @ti.func
-def v_combine_body(w_q: ti.template(), w_d: ti.template(), layer, stride, offset, mix: ti.template(), o: ti.template()):
+def v_combine_loop(w: ti.template(), layer: ti.template(), mix: ti.template(), o: ti.template()):
     for i in range(o.shape[1]):
-        n_v = o.shape[1] // mix.shape[0]
-        h = i // n_v
-        o[0, i] = row_dot_q8(w_q, w_d, layer, h * stride + offset + i % n_v, mix, h, 0, w_d.shape[2])
+        h = i // w.n_v
+        row = h * w.v_stride + w.v_offset + i % w.n_v
+        o[0, i] = row_dot_q8(w.v_q, w.v_d, layer[0] - w.first, row, mix, h, 0, w.v_d.shape[2])
 
 
-@ti.kernel
-def _join_splits(
-    pos: ti.template(), part_m: ti.template(), part_l: ti.template(), part: ti.template(), mix: ti.template()
-):
-    join_splits_body(pos, part_m, part_l, part, mix)
-
-
-@ti.kernel
-def _v_combine(
-    w_q: ti.template(),
-    w_d: ti.template(),
-    layer: ti.i32,
-    stride: ti.i32,
-    offset: ti.i32,
-    mix: ti.template(),
+@ti.func
+def value_rows(
+    tid,
+    v0,
+    v1,
+    h,
+    xs: ti.template(),
+    w: ti.template(),
+    lay,
+    ahead: ti.template(),
+    block: ti.template(),
     o: ti.template(),
 ):
-    v_combine_body(w_q, w_d, layer, stride, offset, mix, o)
+    """o[h * V + v] for v0 <= v < v1: each warp takes `ahead` rows of w_uv at a time, times the mix in lane order."""
+    wd = ti.static(width())
+    n_word = ti.static(w.v_q.shape[2])
+    lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
+    n_warp = ti.static(block // width())
+    for vb in range((v1 - v0 + (n_warp * ahead - 1)) // (n_warp * ahead)):
+        first = v0 + (vb * n_warp + warp) * ahead
+        y = ti.Vector([0.0 for _ in ti.static(range(ahead))])
+        for u in ti.static(range(cdiv(n_word, width()))):
+            xv = ti.Vector([xs[(u * WORD + j) * (wd + 4) + lane] for j in ti.static(range(WORD))])
+            col = ti.min(u * wd + lane, n_word - 1)
+            for r in ti.static(range(ahead)):
+                row = h * w.v_stride + w.v_offset + ti.min(first + r, v1 - 1)
+                y[r] += ti.cast(w.v_d[lay, row, col >> 2], ti.f32) * dot_word(w.v_q[lay, row, col], xv)
+        for r in ti.static(range(ahead)):
+            s = lane_sum(y[r])
+            if lane == 0 and first + r < v1:
+                o[0, h * w.n_v + first + r] = s
 
 
-def join_splits(pos, scratch, mix):
-    """Join what :func:`tmla.stages.attention.attention` left for ``pos[0] + 1`` rows into ``mix`` f32 [H, C]."""
-    _join_splits(pos, scratch.part_m, scratch.part_l, scratch.part, mix)
+@ti.func
+def v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()):
+    """Join the splits that :mod:`tmla.stages.attention_tiles` left, then the value rows: VALUE_BLOCKS blocks a head."""
+    wd = ti.static(width())
+    n_heads, n_latent, n_splits = ti.static(a.part.shape[1], a.part.shape[2], a.part.shape[0])
+    n_shared = ti.static(shared_len(cdiv(w.v_q.shape[2], width()) * width()))
+    per_block = ti.static(cdiv(w.n_v, VALUE_BLOCKS))
+    ti.loop_config(block_dim=BLOCK)
+    for i in range(n_heads * VALUE_BLOCKS * BLOCK):
+        xs = ti.simt.block.SharedArray(n_shared, ti.f32)
+        ws = ti.simt.block.SharedArray(n_splits, ti.f32)
+        tid, blk = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
+        h = blk // VALUE_BLOCKS
+        v0 = (blk - h * VALUE_BLOCKS) * per_block
+        lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
+        n = split_span(pos[0] + 1, n_splits, attention_tiles.ROWS)[1]
+        top = NEG_INF
+        for k in range((n + (wd - 1)) >> ti.static(log2(wd))):
+            top = ti.max(top, a.top[h, ti.min(k * wd + lane, n - 1)])
+        top = lane_max(top)
+        total = 0.0
+        for k in range((n + (wd - 1)) >> ti.static(log2(wd))):
+            s = k * wd + lane
+            if s < n:
+                f = ti.exp(a.top[h, s] - top)
+                total += f * a.total[h, s]
+                if warp == 0:
+                    ws[s] = f
+        total = lane_sum(total)
+        for k in range(ti.static(cdiv(n_shared, BLOCK))):
+            if k * BLOCK + tid < n_shared:
+                xs[k * BLOCK + tid] = 0.0  # lanes behind the row's end read these
+        ti.simt.block.sync()
+        for k in range(ti.static(cdiv(a.part.shape[2], BLOCK))):
+            e = k * BLOCK + tid
+            if e < n_latent:
+                acc = ti.Vector([0.0 for _ in ti.static(range(8))])
+                for s in range(n >> 3):
+                    for u in ti.static(range(8)):
+                        acc[u] += ws[s * 8 + u] * a.part[s * 8 + u, h, e]
+                last = 0.0
+                for s in range(n & ~7, n):
+                    last += ws[s] * a.part[s, h, e]
+                plane = e // (n_latent // 4)
+                xs[lane_place((e - plane * (n_latent // 4)) * 4 + plane)] = (acc.sum() + last) / total
+        ti.simt.block.sync()
+        value_rows(tid, v0, ti.min(v0 + per_block, w.n_v), h, xs, w, layer[0] - w.first, 2, BLOCK, o)
 
 
-def v_combine(w_q, w_d, layer, stride, offset, mix, o):
-    """Multiply each head's latent mix by its value rows.
+@ti.kernel
+def _join_and_combine(
+    w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), mix: ti.template(), o: ti.template()
+):
+    join_splits_loop(pos, a, mix)
+    v_combine_loop(w, layer, mix, o)
+
+
+@ti.kernel
+def _v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()):
+    v_combine_simt(w, layer, pos, a, o)
+
+
+def v_combine(w, layer, pos, scratch, mix, o):
+    """Join the splits of ``pos[0] + 1`` rows and multiply each head's mix by its value rows.
 
     Parameters
     ----------
-    w_q, w_d : ti.Field, u8 [L, H * stride, C] and f16 [L, H * stride, C/32]
-    stride, offset : int
-        Value row v of head h is row ``h * stride + offset + v``.
+    w : AttentionBank
+        ``v_q``, ``v_d`` Q8_0 fields [L, H * v_stride, C]; ``v_stride``, ``v_offset``, ``n_v`` (V).
+    layer, pos : ti.Field, i32 [1]
+    scratch : AttentionScratch
+        As the attention of the same backend left it (GPUs: columns in four planes).
     mix : ti.Field, f32 [H, C]
+        CPU: takes the joined latent mix.
     o : ti.Field, f32 [1, H * V]
     """
-    _v_combine(w_q, w_d, layer, stride, offset, mix, o)
-
-
-def join_splits_ref(part_m, part_l, part):
-    """NumPy reference: [S, H], [S, H], [S, H, C] -> float64 [H, C]."""
-    weight = np.exp(part_m.astype(np.float64) - part_m.max(axis=0))
-    return np.einsum("sh,shc->hc", weight, part) / (weight * part_l).sum(axis=0)[:, None]
+    if runtime.caps().gpu:
+        _v_combine_simt(w, layer, pos, scratch, o)
+    else:
+        _join_and_combine(w, layer, pos, scratch, mix, o)
 
 
 def v_combine_ref(w_q, w_d, stride, offset, n_v, mix):

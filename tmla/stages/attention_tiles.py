@@ -1,0 +1,253 @@
+"""Decode attention on a GPU, for long contexts: two small matrix products per tile of rows.
+
+A block takes a split of the context and up to 16 heads, a tile of 64 rows at a time: scores (heads x rows, over C + R)
+from chunks of columns in shared memory, one softmax step per tile, then values (heads x C, over the rows). A thread
+holds 4 heads x 4 rows of scores, then some heads x 4 columns of values: at most 32 sums, since bodies that need more
+registers spill on Vulkan (docs/log.md). Each cached row is fetched once for the scores and once, from cache, for the
+values. Threadgroup memory: 32,064 bytes of Apple's 32,768.
+"""
+
+import taichi as ti
+
+from tmla import runtime
+from tmla.stages.attention import NEG_INF, attention, split_span
+from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, pow2, width
+from tmla.stages.words import first_of, half_of, pair, second_of
+
+BLOCK = 256
+HEADS = 16  # heads of a block
+ROWS = 64  # rows of a tile
+COLUMNS = 96  # columns of a chunk of the score product
+AHEAD = 4  # value rows in flight
+
+SCORE_THREADS = HEADS * ROWS // 16  # threads that cover a tile's scores, 4 x 4 each
+COLUMN_GROUPS = BLOCK // SCORE_THREADS  # groups of threads that share a chunk's columns
+PAIRS = COLUMNS // 2 // COLUMN_GROUPS  # pairs of columns of such a group
+PAIR_STRIDE = COLUMNS // 2 + 2  # pairs from row to row in shared memory: even for 16-byte loads, 4 banks apart
+ROW_PAIRS = max(ROWS * PAIR_STRIDE, BLOCK * 8)
+QUERY_PAIRS = max(HEADS * PAIR_STRIDE, HEADS // 2 * (ROWS + 1))
+MAX_LATENT = 4 * BLOCK  # widest latent: a thread has 4 columns
+
+
+def value_threads(n_latent: int) -> int:
+    """Threads that cover the latent, 4 columns each."""
+    return max(pow2(n_latent // 4), BLOCK // HEADS)
+
+
+@ti.func
+def cache_word(cache: ti.template(), lay, t, word, f32: ti.template()):
+    """Values ``4 word .. 4 word + 3`` of a cached row, as two words of two f32."""
+    v = ti.Vector([ti.u64(0), ti.u64(0)], dt=ti.u64)
+    if ti.static(f32):
+        v[0] = cache[lay, t, 2 * word]
+        v[1] = cache[lay, t, 2 * word + 1]
+    else:
+        bits = cache[lay, t, word]
+        v[0] = pair(half_of(bits, 0), half_of(bits, 1))
+        v[1] = pair(half_of(bits, 2), half_of(bits, 3))
+    return v
+
+
+@ti.func
+def _stage_chunk(ch, tid, r0, t1, h0, ks: ti.template(), qs: ti.template(), w: ti.template(), lay, qa: ti.template()):
+    """Columns ``ch * COLUMNS ..`` of the tile's rows and of the queries into shared memory, as pairs; zeros outside."""
+    n_words = ti.static(qa.shape[2] // 4)
+    for k in ti.static(range(ROWS * COLUMNS // 4 // BLOCK)):
+        e = k * BLOCK + tid
+        row = e // (COLUMNS // 4)
+        word = e - row * (COLUMNS // 4)
+        v = ti.Vector([ti.u64(0), ti.u64(0)], dt=ti.u64)
+        if r0 + row < t1 and ch * (COLUMNS // 4) + word < n_words:
+            v = cache_word(w.cache, lay, r0 + row, ch * (COLUMNS // 4) + word, w.cache_f32)
+        ks[row * PAIR_STRIDE + 2 * word] = v[0]
+        ks[row * PAIR_STRIDE + 2 * word + 1] = v[1]
+    for k in ti.static(range(HEADS * COLUMNS // 2 // BLOCK)):
+        e = k * BLOCK + tid
+        h = e // (COLUMNS // 2)
+        c = e - h * (COLUMNS // 2)
+        q = ti.u64(0)
+        if h0 + h < qa.shape[1] and ch * COLUMNS + 2 * c < qa.shape[2]:
+            q = pair(qa[0, h0 + h, ch * COLUMNS + 2 * c], qa[0, h0 + h, ch * COLUMNS + 2 * c + 1])
+        qs[h * PAIR_STRIDE + c] = q
+
+
+@ti.func
+def _add_scores(s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
+    """s[a, b] += the chunk's product of heads 4 hg + a and rows rg + b ROWS/4, over this thread's columns."""
+    group = tid // SCORE_THREADS
+    hg, rg = tid & (HEADS // 4 - 1), (tid & (SCORE_THREADS - 1)) // (HEADS // 4)
+    for c in range(PAIRS // 2):
+        p = group * PAIRS + 2 * c
+        q = ti.Vector([qs[(hg * 4 + a // 2) * PAIR_STRIDE + p + a % 2] for a in ti.static(range(8))], dt=ti.u64)
+        k = ti.Vector(
+            [ks[(rg + b // 2 * (ROWS // 4)) * PAIR_STRIDE + p + b % 2] for b in ti.static(range(8))], dt=ti.u64
+        )
+        for u in ti.static(range(2)):
+            for a in ti.static(range(4)):
+                for b in ti.static(range(4)):
+                    s[a * 4 + b] += first_of(q[a * 2 + u]) * first_of(k[b * 2 + u])
+            for a in ti.static(range(4)):
+                for b in ti.static(range(4)):
+                    s[a * 4 + b] += second_of(q[a * 2 + u]) * second_of(k[b * 2 + u])
+
+
+@ti.func
+def _join_columns(s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
+    """Sum the column groups' scores: qs[h/2, row] then holds the pair of heads h, h + 1."""
+    group, o = tid // SCORE_THREADS, tid & (SCORE_THREADS - 1)
+    for a in ti.static(range(2)):
+        for b in ti.static(range(4)):
+            ks[(group * 8 + a * 4 + b) * SCORE_THREADS + o] = pair(s[a * 8 + b], s[a * 8 + 4 + b])
+    ti.simt.block.sync()
+    for k in range(ti.static(SCORE_THREADS * 8 // BLOCK)):
+        e = k * BLOCK + tid
+        even, odd = 0.0, 0.0
+        for g in range(COLUMN_GROUPS):
+            word = ks[g * 8 * SCORE_THREADS + e]
+            even += first_of(word)
+            odd += second_of(word)
+        at, ab = e & (SCORE_THREADS - 1), e // SCORE_THREADS
+        hp = (at & (HEADS // 4 - 1)) * 2 + (ab >> 2)
+        qs[hp * (ROWS + 1) + at // (HEADS // 4) + (ab & 3) * (ROWS // 4)] = pair(even, odd)
+
+
+@ti.func
+def _softmax_step(run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.template(), factor: ti.template()):
+    """One warp, two heads: weights of the tile into ks, the rescale into factor. run = [top, top, total, total]."""
+    x = ti.Vector([NEG_INF, NEG_INF])
+    for k in ti.static(range(cdiv(ROWS, width()))):
+        row = k * width() + lane
+        if row < n:
+            word = qs[hp * (ROWS + 1) + row]
+            x[0] = ti.max(x[0], first_of(word))
+            x[1] = ti.max(x[1], second_of(word))
+    top = ti.Vector([ti.max(lane_max(x[0]), run[0]), ti.max(lane_max(x[1]), run[1])])
+    total = ti.Vector([0.0, 0.0])
+    for k in ti.static(range(cdiv(ROWS, width()))):
+        row = k * width() + lane
+        p = ti.Vector([0.0, 0.0])
+        if row < n:
+            word = qs[hp * (ROWS + 1) + row]
+            p[0] = ti.exp(first_of(word) - top[0])
+            p[1] = ti.exp(second_of(word) - top[1])
+        total += p
+        ks[row * (HEADS // 2) + hp] = pair(p[0], p[1])
+    f = ti.Vector([ti.exp(run[0] - top[0]), ti.exp(run[1] - top[1])])
+    run[2] = run[2] * f[0] + lane_sum(total[0])
+    run[3] = run[3] * f[1] + lane_sum(total[1])
+    run[0] = top[0]
+    run[1] = top[1]
+    if lane == 0:
+        factor[hp * 2] = f[0]
+        factor[hp * 2 + 1] = f[1]
+
+
+@ti.func
+def _add_values(acc: ti.template(), r0, t1, word, vh, n_heads: ti.template(), ks: ti.template(), w: ti.template(), lay):
+    """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows."""
+    v = ti.Vector([ti.u64(0) for _ in ti.static(range(2 * AHEAD))], dt=ti.u64)
+    for k in ti.static(range(AHEAD)):
+        c = cache_word(w.cache, lay, ti.min(r0 + k, t1 - 1), word, w.cache_f32)
+        v[2 * k], v[2 * k + 1] = c[0], c[1]
+    # rows past the end have weight 0: only their number is rounded up, their reads are clamped
+    for rb in range((ti.min(ROWS, t1 - r0) + (AHEAD - 1)) // AHEAD):
+        nv = v
+        for k in ti.static(range(AHEAD)):
+            c = cache_word(w.cache, lay, ti.min(r0 + (rb + 1) * AHEAD + k, t1 - 1), word, w.cache_f32)
+            nv[2 * k], nv[2 * k + 1] = c[0], c[1]
+        for k in ti.static(range(AHEAD)):
+            x = ti.Vector([first_of(v[2 * k]), second_of(v[2 * k]), first_of(v[2 * k + 1]), second_of(v[2 * k + 1])])
+            if ti.static(n_heads == 1):
+                weights = ks[(rb * AHEAD + k) * (HEADS // 2) + (vh >> 1)]
+                p = second_of(weights) if (vh & 1) == 1 else first_of(weights)
+                for b in ti.static(range(4)):
+                    acc[b] += p * x[b]
+            else:
+                for a in ti.static(range(n_heads // 2)):
+                    weights = ks[(rb * AHEAD + k) * (HEADS // 2) + (vh >> 1) + a]
+                    for b in ti.static(range(4)):
+                        acc[a * 8 + b] += first_of(weights) * x[b]
+                        acc[a * 8 + 4 + b] += second_of(weights) * x[b]
+        v = nv
+
+
+@ti.func
+def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
+    """Partial attention of every split, as :func:`tmla.stages.attention.attention` leaves it."""
+    n_heads, n_latent, n_splits = ti.static(a.part.shape[1], a.part.shape[2], a.part.shape[0])
+    head_groups = ti.static(cdiv(a.part.shape[1], HEADS))
+    n_chunks = ti.static(cdiv(qa.shape[2], COLUMNS))
+    threads = ti.static(value_threads(a.part.shape[2]))
+    per_thread = ti.static(HEADS // (BLOCK // value_threads(a.part.shape[2])))
+    ti.loop_config(block_dim=BLOCK)
+    for i in range(n_splits * head_groups * BLOCK):
+        ks = ti.simt.block.SharedArray(ROW_PAIRS, ti.u64)  # chunk of rows, partial scores, weights [ROWS, HEADS/2]
+        qs = ti.simt.block.SharedArray(QUERY_PAIRS, ti.u64)  # chunk of queries, scores [HEADS/2, ROWS + 1]
+        factor = ti.simt.block.SharedArray(HEADS, ti.f32)
+        tid, blk = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
+        split = blk // head_groups
+        h0 = (blk - split * head_groups) * HEADS
+        lay = layer[0] - w.first
+        n_rows = pos[0] + 1
+        span = split_span(n_rows, n_splits, ROWS)
+        t0 = split * span[0] * ROWS
+        t1 = ti.min(t0 + span[0] * ROWS, n_rows)
+        if t0 < t1:
+            lane, warp = tid & ti.static(width() - 1), tid >> ti.static(log2(width()))
+            word, vh = tid & (threads - 1), tid // threads * per_thread
+            acc = ti.Vector([0.0 for _ in ti.static(range(per_thread * 4))])
+            run = ti.Vector([NEG_INF, NEG_INF, 0.0, 0.0])
+            for tile in range((t1 - t0 + (ROWS - 1)) // ROWS):
+                r0 = t0 + tile * ROWS
+                s = ti.Vector([0.0 for _ in ti.static(range(16))])
+                for ch in range(n_chunks):
+                    _stage_chunk(ch, tid, r0, t1, h0, ks, qs, w, lay, qa)
+                    ti.simt.block.sync()
+                    _add_scores(s, tid, ks, qs)
+                    ti.simt.block.sync()
+                _join_columns(s, tid, ks, qs)
+                ti.simt.block.sync()
+                if warp < HEADS // 2:
+                    _softmax_step(run, warp, lane, t1 - r0, ks, qs, factor)
+                ti.simt.block.sync()
+                if tile > 0:
+                    for h in ti.static(range(per_thread)):
+                        for b in ti.static(range(4)):
+                            acc[h * 4 + b] *= factor[vh + h]
+                _add_values(acc, r0, t1, ti.min(word, n_latent // 4 - 1), vh, per_thread, ks, w, lay)
+                ti.simt.block.sync()
+            for h in ti.static(range(per_thread)):
+                for b in ti.static(range(4)):
+                    if word < n_latent // 4 and h0 + vh + h < n_heads:
+                        # plane b of the columns 4 word + b: neighbouring threads write side by side
+                        a.part[split, h0 + vh + h, b * (n_latent // 4) + word] = acc[h * 4 + b]
+            if warp < HEADS // 2 and lane == 0:
+                for k in ti.static(range(2)):
+                    h = h0 + warp * 2 + k
+                    if h < n_heads:
+                        a.top[h, split] = run[k]
+                        a.total[h, split] = run[2 + k]
+
+
+@ti.kernel
+def _attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
+    attention_tiles(w, layer, pos, qa, a)
+
+
+def attend(w, layer, pos, qa, scratch):
+    """Attend from every head to the first ``pos[0] + 1`` cached rows, on any backend.
+
+    Parameters
+    ----------
+    w : AttentionBank
+        ``cache``, ``first``, ``row_width`` (C + R), ``cache_f32``.
+    layer, pos : ti.Field, i32 [1]
+    qa : ti.Field, f32 [1, H, C + R to fours]
+        Fused query rows, score scale included.
+    scratch : AttentionScratch
+        Takes maximum, sum and latent sum of every split; GPUs write the latent in four planes (columns 4 i + b).
+    """
+    if runtime.caps().gpu:
+        _attention_tiles(w, layer, pos, qa, scratch)
+    else:
+        attention(w.cache, layer, pos, qa, w.row_width, scratch)
