@@ -11,9 +11,10 @@ from tmla import cli_terminal as terminal
 from tmla import info
 from tmla.config import open_checked
 from tmla.errors import ContextError
-from tmla.generate import Chunk, Stats, StopScanner, stream_generate
+from tmla.generate import Chunk, Stats, stream_generate
 from tmla.model import Model, load
 from tmla.sampling import Sampler
+from tmla.stops import StopScanner
 from tmla.tokenizer import Tokenizer
 
 log = logging.getLogger("tmla")
