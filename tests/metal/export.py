@@ -77,6 +77,13 @@ class Tree:
     n_fields: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """Stands for the code of a kernel that is compiled ahead of its launches."""
+
+    kernel: object
+
+
 class Recorder:
     """Sees every tree of fields that is made, and, inside :meth:`launches`, every kernel launch.
 
@@ -84,12 +91,14 @@ class Recorder:
     """
 
     def __init__(self):
+        from taichi._lib.core.taichi_python import Program
         from taichi._snode.fields_builder import FieldsBuilder
         from taichi.lang import kernel_impl
 
         self.trees = {}  # id of the root SNode -> Tree
-        self._kernel = kernel_impl.Kernel
-        finalize = FieldsBuilder._finalize
+        self._kernel, self._program = kernel_impl.Kernel, Program
+        self._in_call = False  # Taichi's own launch of a kernel that was called
+        finalize, launch, compile_kernel = FieldsBuilder._finalize, self._kernel.launch_kernel, Program.compile_kernel
 
         def recording_finalize(builder, raise_warning, compile_only):
             made = finalize(builder, raise_warning, compile_only)
@@ -97,7 +106,20 @@ class Recorder:
             self.trees[root._id] = Tree(len(self.trees), root._cell_size_bytes, _count_fields(root))
             return made
 
+        def marked_launch(*arguments):
+            self._in_call = True
+            try:
+                return launch(*arguments)
+            finally:
+                self._in_call = False
+
+        def deferred_compile(program, config, caps, kernel):
+            # Code compiled once is kept whatever the capabilities: what is bound for later must not be compiled here.
+            return compile_kernel(program, config, caps, kernel) if self._in_call else Deferred(kernel)
+
         FieldsBuilder._finalize = recording_finalize
+        self._kernel.launch_kernel = marked_launch
+        Program.compile_kernel = deferred_compile
 
     def tree_of(self, field):
         """The :class:`Tree` that holds a field."""
@@ -110,11 +132,13 @@ class Recorder:
     def launches(self):
         """Yield a list that fills with (compiled kernel, argument values); nothing is executed.
 
-        Taichi's own kernels, which copy between fields and arrays, are left out: arrays read inside are zeros.
+        Both ways are seen: a call of a kernel, and code compiled ahead and launched at the program itself, which works
+        for kernels without arguments alone. Taichi's own kernels, which copy between fields and arrays, are left out:
+        arrays read inside are zeros.
         """
         import taichi as ti
 
-        recorded, launch = [], self._kernel.launch_kernel
+        recorded, launch, launch_compiled = [], self._kernel.launch_kernel, self._program.launch_kernel
 
         def record(kernel, compiled, *arguments):
             if not kernel.func.__module__.startswith("taichi."):
@@ -122,11 +146,14 @@ class Recorder:
                 values = [a for p, a in pairs if not _is_template(p.annotation, ti.template)]
                 recorded.append((compiled, values))
 
-        self._kernel.launch_kernel = record
+        def record_compiled(program, compiled, context):
+            recorded.append((compiled.kernel, []))
+
+        self._kernel.launch_kernel, self._program.launch_kernel = record, record_compiled
         try:
             yield recorded
         finally:
-            self._kernel.launch_kernel = launch
+            self._kernel.launch_kernel, self._program.launch_kernel = launch, launch_compiled
 
 
 def _is_template(annotation, template):

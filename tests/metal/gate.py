@@ -6,6 +6,7 @@ import json
 from . import msl, spirv, tools
 from .export import CASE_FILE, ERROR_FILE
 
+METAL_SPIRV = 0x10300
 MAX_BUFFERS = 31  # Metal's buffer argument table; Taichi uses the SPIR-V binding as the index in it
 MAX_THREADGROUP_BYTES = 32 << 10
 MAX_THREADS = 1024
@@ -102,6 +103,8 @@ COMPILE_FLAGS = (
 
 
 def _broken_rules(module, task, trees):
+    if module.version != METAL_SPIRV:
+        yield f"SPIR-V version {module.version:#x}, Metal has {METAL_SPIRV:#x}: it was compiled for another device before"
     if module.bindings and module.bindings[-1] >= MAX_BUFFERS:
         yield f"buffer index {module.bindings[-1]}: Metal has 0 to {MAX_BUFFERS - 1}; fewer fields in one loop"
     if module.threadgroup_bytes > MAX_THREADGROUP_BYTES:

@@ -31,6 +31,7 @@ class Module:
     """Facts of one compute shader, and its words for :func:`declare_subgroups`."""
 
     words: np.ndarray
+    version: int
     n_instructions: int  # inside functions
     group_size: int
     threadgroup_bytes: int
@@ -78,6 +79,7 @@ def read(data):
         needs.add(GROUP_NON_UNIFORM)
     return Module(
         words=words,
+        version=int(words[1]),
         n_instructions=n_instructions,
         group_size=int(np.prod(modes[EXECUTION_MODE_LOCAL_SIZE])),
         threadgroup_bytes=sum(sizes[pointees[p]] for p, _, storage in variables if storage == STORAGE_WORKGROUP),
