@@ -215,7 +215,9 @@ def test_info_takes_options(mini, capsys):
 
 
 def test_info_foresees_what_is_allocated(model):
-    assert info.planned_bytes(model.config, N_CTX, "f32") == model.memory
+    planned = info.planned_bytes(model.config, N_CTX, "f32", ARCH)
+    assert (planned["weights"], planned["cache"]) == (model.memory["weights"], model.memory["cache"])
+    assert abs(planned["scratch"] - model.memory["scratch"]) < (100 if ARCH == "cpu" else 10_000_000)
 
 
 def test_info_makes_names_printable(mini, capsys):
@@ -313,6 +315,7 @@ def test_options_reach_the_model(model, mini, monkeypatch):
     monkeypatch.setattr(cli_run, "load", lambda path, **kw: asked.update(kw, path=path) or model)
     options = ["--arch=cpu", "--ctx=max", "--cache=f32", "--threads=3", "--override=a.b=true", "--override=a.c=0.5"]
     assert cli.main(["run", str(mini), "-p", "x", "-n", "1", *options]) == 0
+    assert asked.pop("progress")(1, 2) is None
     assert asked == {
         "path": str(mini),
         "arch": "cpu",
@@ -320,7 +323,6 @@ def test_options_reach_the_model(model, mini, monkeypatch):
         "cache_dtype": "f32",
         "threads": 3,
         "overrides": {"a.b": True, "a.c": 0.5},
-        "progress": None,
     }
 
 
@@ -366,7 +368,16 @@ def test_progress_bar_gives_the_terminal_back(monkeypatch):
         interrupted()
     text = terminal.text()
     assert "loading" in text
+    assert text.count("\x1b[?25l") == 1
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor was hidden, and shows again
+
+
+def test_full_progress_bar_gives_the_terminal_back_at_once(monkeypatch):
+    terminal = Terminal(monkeypatch)
+    with cli_terminal.progress_bar("loading") as progress:
+        progress(2, 2)
+        text = terminal.text()  # before the bar's end
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def test_no_progress_bar_when_piped(capsys):
@@ -388,7 +399,25 @@ def test_interrupt_is_130(command, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_compiling_leaves_ctrl_c_to_the_system():
+def test_compiling_leaves_ctrl_c_to_the_system(mini, model, monkeypatch):
+    """Kernels are compiled in native code for seconds, while Python answers to no signal."""
+
+    def load(path, progress, **kw):
+        progress(1, 2)
+        handlers.append(signal.getsignal(signal.SIGINT))
+        progress(2, 2)  # all weights are in: what follows is compilation
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return model
+
+    before = signal.getsignal(signal.SIGINT)
+    handlers = []
+    monkeypatch.setattr(cli_run, "load", load)
+    assert cli.main(["run", str(mini), "-p", "x", "-n", "1"]) == 0
+    assert handlers == [before, signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_is_given_back():
     before = signal.getsignal(signal.SIGINT)
     with cli_terminal.ctrl_c_ends_process():
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL

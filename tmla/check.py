@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tmla import layer, reference
+from tmla import reference
 from tmla.check_extent import Extent, choose_extent, fewer_layers, values_per_second
-from tmla.check_layer import LayerCheck, Result, check_ends, relative_error
+from tmla.check_layer import TOLERANCE, LayerCheck, Result, check_ends, relative_error
 from tmla.check_shapes import check_odd_shapes
 from tmla.check_weights import FileWeights, split
 from tmla.config import open_checked
@@ -24,6 +24,7 @@ TOLERANCE_MODEL = 1e-4  # of the standard deviation: f32 arithmetic reaches 1e-5
 NEAR_TIE = 1e-5  # router scores closer than this may order differently in f32
 N_CTX = 128
 STAGE_POSITION = 67  # rows in the cache when a layer's stages are checked: three tiles
+N_ROWS_LONG = 1 << 20  # a context so long that kernels for long ones run
 MAX_REFERENCE_S = 60.0  # what the float64 reference may take unless a prompt length was asked for
 
 
@@ -146,7 +147,7 @@ def compare_model(model: Model, tokens: list[int], trace: reference.Trace, notes
         results.append(Result("experts chosen", where, gap, NEAR_TIE))
     worst = [_deviation(hidden[l, :n_same], trace.hidden[l, :n_same]) for l in range(len(hidden))]
     results.append(_worst("residual behind each layer", worst))
-    cache = np.concatenate([seg.cache.to_numpy()[:, : len(tokens)] for seg in model._segments])
+    cache = np.concatenate([bank.cache_rows(len(tokens)) for bank in model.attention_banks])
     worst = [_deviation(cache[l, :n_same], trace.cache[l, :n_same]) for l in range(len(cache))]
     results.append(_worst("cache rows", worst))
     try:
@@ -173,33 +174,35 @@ def _walk(model: Model, tokens: list[int], trace: reference.Trace, notes: list[s
     gap : float
         How far apart the scores lay where the choice first differed; 0 if it never did.
     """
-    s = model._state
+    cfg, steps, s = model.config, model._steps, model._state
     hidden = np.empty(trace.hidden.shape, np.float32)
     n_same, gap = len(tokens), 0.0
     model.reset()
     for pos, token in enumerate(tokens):
-        layer.begin(model._globals, s, token, pos)
-        n_moe = 0
-        for seg in model._segments:
-            for i in range(seg.n):
-                layer.layer_fused(seg, s, i)
-                hidden[seg.first + i, pos] = s.x.to_numpy()[0]
-                if seg.moe:
-                    want = set(trace.experts[n_moe, pos].tolist())
-                    n_moe += 1
-                    got = set(s.route.expert.to_numpy()[0].tolist())
-                    if n_same == len(tokens) and got != want:
-                        n_same, gap = pos, _score_gap(model, seg.first + i, sorted(got - want), sorted(want - got))
-                        notes.append(
-                            f"position {pos}, layer {seg.first + i}: experts {sorted(got)} on the device, "
-                            f"{sorted(want)} in the reference, scores {gap:.1e} apart; model rows end before it"
-                        )
+        steps.begin(token, pos)
+        for number, moe in enumerate(cfg.is_moe_layer):
+            steps.run_layer(number, pos + 1)
+            hidden[number, pos] = s.x.to_numpy()[0]
+            if not moe or n_same < len(tokens):
+                continue
+            want = set(trace.experts[sum(cfg.is_moe_layer[:number]), pos].tolist())
+            got = set(s.route.expert.to_numpy()[0].tolist())
+            if got != want:
+                n_same, gap = pos, _score_gap(model, number, sorted(got - want), sorted(want - got))
+                notes.append(
+                    f"position {pos}, layer {number}: experts {sorted(got)} on the device, {sorted(want)} in the "
+                    f"reference, scores {gap:.1e} apart; model rows end before it"
+                )
     return hidden, n_same, gap
 
 
 def _score_gap(model: Model, number: int, got: list[int], want: list[int]) -> float:
     """Distance of the scores that decided otherwise, relative to the best: near ties may order differently in f32."""
-    rank = model._state.route.score.to_numpy()[0].astype(np.float64)
+    logit = model._state.route.logit.to_numpy()[0].astype(np.float64)
+    if model.config.gating == "sigmoid":
+        rank = 1.0 / (1.0 + np.exp(-logit))
+    else:
+        rank = np.exp(logit - logit.max()) / np.exp(logit - logit.max()).sum()
     if model.config.has_expert_bias:
         rank += FileWeights(model.file, model.config, number).vector("router_bias")
     gap = float(np.abs(rank[got].max() - rank[want].min()))
@@ -227,13 +230,26 @@ def _check_file_stages(model: Model, tokens: list[int], trace: reference.Trace) 
         if moe not in cfg.is_moe_layer:
             continue
         number = cfg.is_moe_layer.index(moe)
-        seg = next(g for g in model._segments if g.first <= number < g.first + g.n)
         x = embed_ref(*split(row), 0, cfg.embd_scale) if number == 0 else trace.hidden[number - 1, -1]
         rows = trace.cache[number, rng.integers(0, len(tokens), STAGE_POSITION)]
         rows = rows * rng.uniform(0.5, 1.5, (STAGE_POSITION, 1))  # like the model's own, and no two the same
         where = f"layer {number} ({'mixture' if moe else 'dense'})"
-        check = LayerCheck(cfg, seg, s, number - seg.first, FileWeights(model.file, cfg, number), where)
-        results += check.run(x.astype(np.float32), rows.astype(np.float32), fused=True)
-    results += check_ends(model.file, cfg, model._globals, s, tokens[-1], trace.hidden[-1, -1])
+        a, f = (_bank_of(banks, number) for banks in (model.attention_banks, model.ffn_banks))
+        check = LayerCheck(cfg, a, f, s, number, FileWeights(model.file, cfg, number), where)
+        results += check.run(x.astype(np.float32), rows.astype(np.float32))
+        after = s.x.to_numpy()[0]
+        kernels = {"layer in few kernels": STAGE_POSITION + 1}
+        if model._steps.layers is not model._steps.layers_short:
+            kernels["the same for long contexts"] = N_ROWS_LONG
+        for what, n_rows in kernels.items():
+            check.place(x, rows)
+            model._steps.run_layer(number, n_rows)
+            results.append(Result(what, where, relative_error(s.x.to_numpy()[0], after), TOLERANCE))
+    head = model._steps.head
+    results += check_ends(model.file, cfg, model._globals, s, head, tokens[-1], trace.hidden[-1, -1])
     model.reset()
     return results
+
+
+def _bank_of(banks: list[Any], number: int) -> Any:
+    return next(b for b in banks if b.first <= number < b.first + b.n)

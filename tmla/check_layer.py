@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tmla import layer
+from tmla import runtime
 from tmla.check_weights import Weights, product, slab_rows, split
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile
-from tmla.stages import absorb, attention, embed, ffn, linear, norm, rope, router, v_combine
+from tmla.stages import absorb, attention, attention_tiles, embed, ffn_warps, linear, norm, rope, router, v_combine
 from tmla.stages.argmax import argmax, argmax_ref
+from tmla.stages.cache_row import cache_from_numpy, cache_numpy, cache_row_ref
+from tmla.stages.ffn import ffn_ref
 
-TOLERANCE = 2e-5  # f32 sums in another order, relative to the largest value: measured 2e-7 .. 3e-6
+TOLERANCE = 2e-5  # f32 sums in another order, relative to the largest value: measured 5e-8 .. 3e-6
 TOLERANCE_F16_ROW = 1e-3  # a value stored in f16 is off by up to 2**-11 of itself
 
 
@@ -47,168 +49,164 @@ class LayerCheck:
     Parameters
     ----------
     cfg : MLAConfig
-    w : Segment
-        Fields of the layer's segment.
+    a, f : AttentionBank, FFNBank
+        Fields that hold the layer.
     s : State
-    index : int
-        The layer's number in the segment.
+    number : int
+        The layer.
     source : Weights
-        The same weights in NumPy.
+        Its weights in NumPy.
     where : str
-        What the table calls the layer.
+        What the table calls it.
     """
 
-    def __init__(self, cfg: MLAConfig, w: Any, s: Any, index: int, source: Weights, where: str):
-        self.cfg, self.w, self.s, self.i, self.source, self.where = cfg, w, s, index, source, where
+    def __init__(self, cfg: MLAConfig, a: Any, f: Any, s: Any, number: int, source: Weights, where: str):
+        self.cfg, self.a, self.f, self.s, self.number, self.source, self.where = cfg, a, f, s, number, source, where
         self.results: list[Result] = []
 
-    def run(self, x: np.ndarray, rows: np.ndarray, *, fused: bool = False) -> list[Result]:
-        """Check every stage.
+    def run(self, x: np.ndarray, rows: np.ndarray) -> list[Result]:
+        """Check every stage; the residual behind the layer is left in ``s.x``.
 
         Parameters
         ----------
         x : f32 [D]
             Residual before the layer.
-        rows : f32 or f16 [pos, C + R]
+        rows : f32 [pos, C + R]
             Cached rows of the positions before this one.
-        fused : bool
-            Compare the kernel that holds the whole layer with its stages, too.
         """
-        self.pos = len(rows)
-        n_ctx = self.w.cache.shape[1]
+        self.place(x, rows)
+        n_ctx = self.a.cache.shape[1]
         self.table = self.cfg.rope_table(n_ctx)[self.pos]
         self.scale = self.cfg.softmax_scale * self.cfg.temperature_table(n_ctx)[self.pos]
-        self._set(x, rows)
-        self._queries(x)
-        self._row()
+        self._projections(x)
+        self._query_and_row()
         self._attend()
         self._network()
-        if fused:
-            after = self.s.x.to_numpy()[0]
-            self._set(x, rows)
-            layer.layer_fused(self.w, self.s, self.i)
-            self._compare("layer in one kernel", self.s.x.to_numpy()[0], after)
         return self.results
 
-    def _compare(self, what: str, got: np.ndarray, ref: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    def place(self, x: np.ndarray, rows: np.ndarray) -> None:
+        """Put the residual and the cached rows on the device; rows from this position on are NaN: never to be read."""
+        self.pos = len(rows)
+        cache = cache_numpy(self.a.cache, self.a.row_width, self.a.cache_dtype)
+        cache[self.number - self.a.first] = np.nan
+        cache[self.number - self.a.first, : self.pos] = rows
+        if self.a.cache_dtype == "f16":
+            cache = cache.astype(np.float16)
+        cache_from_numpy(self.a.cache, cache, self.a.cache_dtype)
+        self.s.x.from_numpy(x[None].astype(np.float32))
+        self.s.pos[0], self.s.layer_attn[0], self.s.layer_ffn[0] = self.pos, self.number, self.number
+
+    def compare(self, what: str, got: np.ndarray, ref: np.ndarray, tolerance: float = TOLERANCE) -> None:
+        """Add a line to the results."""
         self.results.append(Result(what, self.where, relative_error(got, ref), tolerance))
 
-    def _set(self, x: np.ndarray, rows: np.ndarray) -> None:
-        cache = self.w.cache.to_numpy()
-        cache[self.i] = np.nan  # rows behind the position must not be read
-        cache[self.i, : self.pos] = rows
-        self.w.cache.from_numpy(cache)
-        self.s.x.from_numpy(x[None].astype(np.float32))
-        self.s.pos.from_numpy(np.array([self.pos], np.int32))
+    def _in_bank(self, bank: Any) -> Any:
+        """The layer's number within a bank's fields, for stages that take fields alone."""
+        self.s.layer_attn[0] = self.number - bank.first
+        return self.s.layer_attn
 
-    def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        norm.rms_norm(self.s.x, getattr(self.w, name), self.i, self.w.eps, self.s.xn)
+    def _norm(self, bank: Any, name: str, x: np.ndarray) -> np.ndarray:
+        norm.rms_norm(self.s.x, getattr(bank, name), self._in_bank(bank), bank.eps, self.s.xn)
         xn = self.s.xn.to_numpy()[0]
-        self._compare(f"RMSNorm ({name})", xn, norm.rms_norm_ref(x, self.source.vector(name), self.cfg.rms_eps))
+        self.compare(f"RMSNorm ({name})", xn, norm.rms_norm_ref(x, self.source.vector(name), self.cfg.rms_eps))
         return xn
 
-    def _queries(self, x: np.ndarray) -> None:
-        w, s, i, n = self.w, self.s, self.i, self.cfg.qk_nope_head_dim
-        self.xn = q_in = self._norm("attn_norm", x)
-        if w.has_q_lora:
-            linear.matvec_q8(w.q_a_q, w.q_a_d, i, s.xn, s.q_low)
-            low = s.q_low.to_numpy()[0]
-            self._compare("q_a projection", low, product(self.source.blocks("q_a"), self.xn))
-            norm.rms_norm(s.q_low, w.q_a_norm, i, w.eps, s.q_low_n)
-            q_in = s.q_low_n.to_numpy()[0]
-            ref = norm.rms_norm_ref(low, self.source.vector("q_a_norm"), self.cfg.rms_eps)
-            self._compare("RMSNorm (q_a_norm)", q_in, ref)
-        linear.matvec_q8_heads(w.q_q, w.q_d, i, s.q_low_n if w.has_q_lora else s.xn, s.q)
-        q = s.q.to_numpy()[0]
-        self._compare("q projection", q, product(self.source.blocks("q"), q_in).reshape(q.shape))
-        rope.rope_heads(s.q, w.n_nope, s.rope, s.pos, w.half_pairs)
-        ref = np.concatenate([q[:, :n], rope.rope_ref(q[:, n:], self.table, w.half_pairs)], axis=1)
-        self._compare("rope of the queries", s.q.to_numpy()[0], ref)
+    def _projections(self, x: np.ndarray) -> None:
+        a, s, source = self.a, self.s, self.source
+        xn = self._norm(a, "attn_norm", x)
+        linear.matvec_q8(a.proj_q, a.proj_d, self._in_bank(a), s.xn, s.proj)
+        self.compare("projection to q and kv_a", s.proj.to_numpy()[0], product(source.blocks("proj"), xn))
+        if runtime.caps().gpu:
+            linear.norm_matvec_q8(a.proj_q, a.proj_d, self._in_bank(a), s.x, a.attn_norm, a.eps, s.proj)
+            ref = product(source.blocks("proj"), norm.rms_norm_ref(x, source.vector("attn_norm"), self.cfg.rms_eps))
+            self.compare("RMSNorm and projection in one", s.proj.to_numpy()[0], ref)
+        if a.has_q_lora:
+            low = s.proj.to_numpy()[0, : self.cfg.q_lora_rank]
+            norm.rms_norm(s.proj, a.q_a_norm, self._in_bank(a), a.eps, s.q_low)
+            low_n = s.q_low.to_numpy()[0]
+            self.compare("RMSNorm (q_a_norm)", low_n, norm.rms_norm_ref(low, source.vector("q_a_norm"), a.eps))
+            linear.matvec_q8(a.q_b_q, a.q_b_d, self._in_bank(a), s.q_low, s.q)
+            self.compare("projection q_b", s.q.to_numpy()[0], product(source.blocks("q_b"), low_n))
+        s.layer_attn[0] = self.number
 
-    def _row(self) -> None:
-        w, s, i, c = self.w, self.s, self.i, self.cfg.kv_lora_rank
-        linear.matvec_q8_heads(w.kv_a_q, w.kv_a_d, i, s.xn, s.row)
-        row = s.row.to_numpy()[0, 0]
-        self._compare("kv_a projection", row, product(self.source.blocks("kv_a"), self.xn))
-        norm.latent_norm(s.row, w.kv_a_norm, i, w.eps, w.cache, s.pos)
-        rope.rope_cache(s.row, w.cache, i, w.n_latent, s.rope, s.pos, w.half_pairs)
-        cached = w.cache.to_numpy()[i, self.pos]
-        tolerance = TOLERANCE_F16_ROW if cached.dtype == np.float16 else TOLERANCE
-        ref = norm.rms_norm_ref(row[:c], self.source.vector("kv_a_norm"), self.cfg.rms_eps)
-        self._compare("latent norm into the cache", cached[:c], ref, tolerance)
-        ref = rope.rope_ref(row[c:], self.table, w.half_pairs)
-        self._compare("rope into the cache", cached[c:], ref, tolerance)
+    def _query_and_row(self) -> None:
+        a, s, cfg = self.a, self.s, self.cfg
+        h, n, c, width = cfg.n_heads, cfg.qk_nope_head_dim, cfg.kv_lora_rank, cfg.cache_row_width
+        absorb.query(a, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
+        q = s.q.to_numpy()[0, : h * cfg.qk_head_dim].reshape(h, -1)
+        qa = s.qa.to_numpy()[0, :, :width]
+        k_b = split(self.source.blocks("k_b" if a.split else "kv_b"))
+        ref = absorb.absorb_ref(*k_b, q, n, cfg.v_head_dim, self.scale, split=a.split)
+        self.compare(f"absorb ({'split' if a.split else 'unsplit'})", qa[:, :c], ref[:, :c])
+        ref = self.scale * rope.rope_ref(q[:, n:], self.table, a.half_pairs)
+        self.compare("rope of the queries", qa[:, c:], ref)
+        row = s.proj.to_numpy()[0, a.row0 : a.row0 + width]
+        ref = cache_row_ref(row, self.source.vector("kv_a_norm"), cfg.rms_eps, self.table, a.half_pairs)
+        cached = self._rows()[self.pos]
+        tolerance = TOLERANCE_F16_ROW if a.cache_dtype == "f16" else TOLERANCE
+        self.compare("latent norm into the cache", cached[:c], ref[:c], tolerance)
+        self.compare("rope into the cache", cached[c:], ref[c:], tolerance)
+
+    def _rows(self) -> np.ndarray:
+        return self.a.cache_rows(self.pos + 1)[self.number - self.a.first]
 
     def _attend(self) -> None:
-        w, s, i, cfg = self.w, self.s, self.i, self.cfg
-        n, v = cfg.qk_nope_head_dim, cfg.v_head_dim
-        k_b, v_b = ("k_b", "v_b") if w.split else ("kv_b", "kv_b")
-        absorb.absorb(w.k_q, w.k_d, i, s.q, n, v, s.scale, s.pos, s.qa, split=w.split)
-        q, qa = s.q.to_numpy()[0], s.qa.to_numpy()[0]
-        ref = absorb.absorb_ref(*split(self.source.blocks(k_b)), q, n, v, self.scale, split=w.split)
-        self._compare(f"absorb ({'split' if w.split else 'unsplit'})", qa, ref)
-        attention.attention(w.cache, i, s.pos, s.qa, s.attn)
-        v_combine.join_splits(s.pos, s.attn, s.mix)
-        mix = s.mix.to_numpy()
-        rows = w.cache.to_numpy()[i, : self.pos + 1]
-        self._compare(f"attention over {self.pos + 1} rows", mix, attention.attention_ref(rows, qa, cfg.kv_lora_rank))
-        v_combine.v_combine(w.v_q, w.v_d, i, w.v_stride, w.v_offset, s.mix, s.o)
+        a, s, cfg = self.a, self.s, self.cfg
+        attention_tiles.attend(a, s.layer_attn, s.pos, s.qa, s.attn)
+        v_combine.v_combine(a, s.layer_attn, s.pos, s.attn, s.mix, s.o)
         o = s.o.to_numpy()[0]
-        ref = v_combine.v_combine_ref(*split(self.source.blocks(v_b)), w.v_stride, w.v_offset, v, mix)
-        self._compare("v-combine", o, ref)
-        before = s.x.to_numpy()[0]
-        linear.matvec_q8_add(w.attn_out_q, w.attn_out_d, i, w.residual_scale, s.o, s.x)
-        added = s.x.to_numpy()[0] - before.astype(np.float64)
-        self._compare("output projection", added, cfg.residual_scale * product(self.source.blocks("attn_out"), o))
+        qa = s.qa.to_numpy()[0, :, : cfg.cache_row_width]
+        mix = attention.attention_ref(self._rows(), qa, cfg.kv_lora_rank)
+        v_b = split(self.source.blocks("v_b" if a.split else "kv_b"))
+        ref = v_combine.v_combine_ref(*v_b, a.v_stride, a.v_offset, cfg.v_head_dim, mix)
+        self.compare(f"attention over {self.pos + 1} rows, v-combine", o, ref)
+        before = s.x.to_numpy()[0].astype(np.float64)
+        linear.matvec_q8(a.attn_out_q, a.attn_out_d, self._in_bank(a), s.o, s.x, scale=a.residual_scale, add=True)
+        ref = cfg.residual_scale * product(self.source.blocks("attn_out"), o)
+        self.compare("output projection", s.x.to_numpy()[0] - before, ref)
 
     def _network(self) -> None:
-        w, s, i, cfg, source = self.w, self.s, self.i, self.cfg, self.source
+        f, s, cfg, source = self.f, self.s, self.cfg, self.source
         before = s.x.to_numpy()[0]
-        xn = self._norm("ffn_norm", before)
+        xn = self._norm(f, "ffn_norm", before)
+        s.layer_ffn[0] = self.number
         chosen, weight = np.empty(0, int), np.empty(0)
-        if w.moe:
-            router.router(w, i, s.xn, s.route)
+        if f.moe:
+            router.router(f, s.layer_ffn, s.xn, s.route)
             chosen, weight = s.route.expert.to_numpy()[0], s.route.weight.to_numpy()[0]
             bias = source.vector("router_bias") if cfg.has_expert_bias else None
-            want, ref = router.router_ref(source.vector("router"), bias, w.routing, xn)
-            same = np.array_equal(chosen, want)
-            error = relative_error(weight, ref) if same else float("inf")
+            want, ref = router.router_ref(source.vector("router"), bias, f.routing, xn)
+            error = relative_error(weight, ref) if np.array_equal(chosen, want) else float("inf")
             self.results.append(Result("router", self.where, error, TOLERANCE))
-        ffn.ffn_up(w, i, s.xn, s.route, s.hidden)
-        parts = [weight[k] * self._up("gate_exps", "up_exps", xn, int(e)) for k, e in enumerate(chosen)]
-        if w.common_ffn_dim:
-            parts.append(self._up("gate", "up", xn))
-        ref = np.concatenate(parts)
-        hidden = s.hidden.to_numpy()[0, : ref.size]
-        self._compare("FFN gate and up", hidden, ref)
-        ffn.ffn_down(w, i, w.residual_scale, s.route, s.hidden, s.x)
-        down = np.zeros(cfg.dim)
-        for k, e in enumerate(chosen):
-            inner = hidden[k * w.expert_ffn_dim : (k + 1) * w.expert_ffn_dim]
-            down += product(source.blocks("down_exps", int(e)), inner)
-        if w.common_ffn_dim:
-            down += product(source.blocks("down"), hidden[len(chosen) * w.expert_ffn_dim :])
-        added = s.x.to_numpy()[0] - before.astype(np.float64)
-        self._compare("FFN down", added, cfg.residual_scale * down)
+        ffn_warps.ffn(f, s.layer_ffn, s.xn, s.route, f.hidden, s.x, s.layer_attn)
+        out = np.zeros(cfg.dim)
+        for e, w in zip(chosen, weight, strict=True):
+            out += w * self._network_ref(("gate_exps", "up_exps", "down_exps"), xn, int(e))
+        if f.common_ffn_dim:
+            out += self._network_ref(("gate", "up", "down"), xn)
+        self.compare("FFN", s.x.to_numpy()[0] - before.astype(np.float64), cfg.residual_scale * out)
 
-    def _up(self, gate: str, up: str, xn: np.ndarray, expert: int | None = None) -> np.ndarray:
-        gated = self.w.gated
-        up_blocks = self.source.blocks(up, expert)
-        gate_blocks = self.source.blocks(gate, expert) if gated else up_blocks
-        step = slab_rows(xn.size)
-        parts = [
-            ffn.ffn_up_ref(split(gate_blocks[r : r + step]), split(up_blocks[r : r + step]), xn, gated=gated)
-            for r in range(0, len(up_blocks), step)
-        ]
-        return np.concatenate(parts)
+    def _network_ref(self, names: tuple[str, str, str], xn: np.ndarray, expert: int | None = None) -> np.ndarray:
+        """:func:`tmla.stages.ffn.ffn_ref` a slab of activations at a time: float64 [D]."""
+        gated = self.f.gated
+        up, down = (self.source.blocks(name, expert) for name in names[1:])
+        gate = self.source.blocks(names[0], expert) if gated else up
+        step = -(-slab_rows(xn.size) // 32) * 32  # whole Q8_0 blocks of the down projection's rows
+        out = np.zeros(self.cfg.dim)
+        for r in range(0, len(up), step):
+            part = (gate[r : r + step], up[r : r + step], down[:, r // 32 : (r + step) // 32])
+            out += ffn_ref(*(split(blocks) for blocks in part), xn, gated=gated)
+        return out
 
 
-def check_ends(gf: GGUFFile, cfg: MLAConfig, g: Any, s: Any, token: int, x: np.ndarray) -> list[Result]:
+def check_ends(gf: GGUFFile, cfg: MLAConfig, g: Any, s: Any, head: Any, token: int, x: np.ndarray) -> list[Result]:
     """Check what lies before and behind the layers: embedding, head, greedy choice.
 
     Parameters
     ----------
     g, s : Globals, State
+    head : callable
+        Launches final norm and head.
     token : int
     x : f32 [D]
         Residual behind the last layer.
@@ -218,13 +216,13 @@ def check_ends(gf: GGUFFile, cfg: MLAConfig, g: Any, s: Any, token: int, x: np.n
     ref = embed.embed_ref(*split(row), 0, cfg.embd_scale)
     results = [Result("embedding", f"token {token}", relative_error(s.x.to_numpy()[0], ref), TOLERANCE)]
     s.x.from_numpy(x[None].astype(np.float32))
-    layer.head(g, s)
+    head()
     logits = s.logits.to_numpy()[0]
     normed = norm.rms_norm_ref(x, gf.array("output_norm.weight"), cfg.rms_eps)
-    head = "token_embd.weight" if cfg.tied_head else "output.weight"
-    ref = cfg.logit_scale * product(gf.q8_0_blocks(head), normed)
-    results.append(Result("final norm and head", head, relative_error(logits, ref), TOLERANCE))
-    argmax(s.logits, s.n_choice, s.token)
+    matrix = "token_embd.weight" if cfg.tied_head else "output.weight"
+    ref = cfg.logit_scale * product(gf.q8_0_blocks(matrix), normed)
+    results.append(Result("final norm and head", matrix, relative_error(logits, ref), TOLERANCE))
+    argmax(s.logits, s.n_choice, s.best, s.who, s.token)
     missed = float(s.token[0] != argmax_ref(logits[: s.n_choice]))
     results.append(Result("greedy choice", f"{s.n_choice} ids", missed, 0.0))
     return results

@@ -9,12 +9,11 @@ import numpy as np
 
 from tmla import state, weights
 from tmla.check_layer import LayerCheck, Result
-from tmla.check_weights import split
+from tmla.check_weights import layer_roles, split
 from tmla.config import MLAConfig
 from tmla.runtime import FieldPool, caps
 
 N_CTX, POSITION = 101, 77  # three tiles of rows, the last one begun
-N_SPLITS = 3
 _Q8_BLOCK = 32
 
 _COMMON: dict[str, Any] = {
@@ -53,7 +52,7 @@ class RandomWeights:
         self._cfg = cfg
         self._blocks: dict[str, np.ndarray] = {}
         self._vectors: dict[str, np.ndarray] = {}
-        for name, role in weights.layer_roles(cfg, moe=moe).items():
+        for name, role in layer_roles(cfg, moe=moe).items():
             if role.q8:
                 self._blocks[name] = _random_blocks(rng, role.rows, role.width)
             elif role.rows:
@@ -71,14 +70,15 @@ class RandomWeights:
     def vector(self, name: str) -> np.ndarray:
         return self._vectors[name]
 
-    def upload(self, segment: Any, index: int) -> None:
-        """Copy the weights into the segment's fields."""
-        for name, blocks in self._blocks.items():
-            quants, scales = split(blocks)
-            _put(getattr(segment, name + "_q"), index, quants)
-            _put(getattr(segment, name + "_d"), index, scales)
-        for name, values in self._vectors.items():
-            _put(getattr(segment, name), index, values)
+    def upload(self, bank: Any, index: int) -> None:
+        """Copy what belongs to a bank into its fields."""
+        for name in bank.roles:
+            if name in self._vectors:
+                _put(getattr(bank, name), index, self._vectors[name])
+            else:
+                quants, scales = split(self._blocks[name])
+                _put(getattr(bank, name + "_q"), index, quants)
+                _put(getattr(bank, name + "_d"), index, scales)
 
 
 def _put(field: Any, index: int, values: np.ndarray) -> None:
@@ -115,12 +115,15 @@ def _check_form(cfg: MLAConfig, where: str, cache_dtype: str, rng: np.random.Gen
     plan = weights.make_plan(cfg, N_CTX, cache_dtype, caps().layout)
     pool = FieldPool()
     try:
-        segment = weights.Segment(plan.segments[0], cfg, pool, pool)
-        s = state.State(cfg, N_CTX, pool, N_SPLITS, cfg.n_vocab)
-        source = RandomWeights(cfg, rng, moe=cfg.is_moe_layer[1])
-        source.upload(segment, 1)
+        a = weights.AttentionBank(plan.attention[0], cfg, cache_dtype, pool, pool)
+        f = weights.FFNBank(plan.ffn[0], cfg, pool)
+        s = state.State(cfg, N_CTX, caps(), pool, cfg.n_vocab)
+        f.hidden = s.hidden[f.moe]
+        source = RandomWeights(cfg, rng, moe=f.moe)
+        source.upload(a, 1)
+        source.upload(f, 1)
         x = rng.standard_normal(cfg.dim, np.float32)
         rows = rng.standard_normal((POSITION, cfg.cache_row_width), np.float32)
-        return LayerCheck(cfg, segment, s, 1, source, where).run(x, rows.astype(cache_dtype.replace("f", "float")))
+        return LayerCheck(cfg, a, f, s, 1, source, where).run(x, rows)
     finally:
         pool.destroy()

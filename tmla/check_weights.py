@@ -15,7 +15,7 @@ SLAB_VALUES = 1 << 22  # weights dequantised at a time: 32 MB
 
 
 class Weights(Protocol):
-    """Weights of one layer, by the names of :func:`tmla.weights.layer_roles`."""
+    """Weights of one layer, by the names of its :func:`layer_roles`."""
 
     def blocks(self, name: str, expert: int | None = None) -> np.ndarray:
         """Q8_0 blocks u8 [rows, I/32, 34] of a matrix, or of one expert's part of it."""
@@ -29,11 +29,12 @@ class FileWeights:
 
     def __init__(self, gf: GGUFFile, cfg: MLAConfig, number: int):
         self._gf, self._n_experts, self._block = gf, cfg.n_experts, f"blk.{number}."
-        self._roles = weights.layer_roles(cfg, moe=cfg.is_moe_layer[number])
+        self._roles = layer_roles(cfg, moe=cfg.is_moe_layer[number])
 
     def blocks(self, name: str, expert: int | None = None) -> np.ndarray:
         role = self._roles[name]
-        blocks = self._gf.q8_0_blocks(self._tensor(name))
+        parts = [self._gf.q8_0_blocks(self._tensor(source)) for source, _ in role.sources]
+        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if expert is None:
             return blocks
         rows = role.rows // self._n_experts
@@ -41,11 +42,16 @@ class FileWeights:
         return blocks[start : start + rows]
 
     def vector(self, name: str) -> np.ndarray:
-        return self._gf.array(self._tensor(name))
+        ((source, _),) = self._roles[name].sources
+        return self._gf.array(self._tensor(source))
 
-    def _tensor(self, name: str) -> str:
-        source = self._roles[name].source
+    def _tensor(self, source: str) -> str:
         return self._block + source + ("" if "." in source else ".weight")
+
+
+def layer_roles(cfg: MLAConfig, *, moe: bool) -> dict[str, weights.Role]:
+    """Roles of a whole layer, by field name."""
+    return weights.attention_roles(cfg) | weights.ffn_roles(cfg, moe=moe)
 
 
 def split(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

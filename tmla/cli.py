@@ -79,7 +79,7 @@ def _info(args: argparse.Namespace) -> int:
     with gf:
         n_ctx = args.n_ctx
         if n_ctx == "max":
-            n_ctx = fit_n_ctx(gf.name, cfg, n_ctx, args.cache, runtime.Caps("cpu", "none", 1, "bytes", False))
+            n_ctx = fit_n_ctx(gf.name, cfg, n_ctx, args.cache, info.CPU)
         described = info.describe(gf, cfg, n_ctx, args.cache)
     terminal.write((json.dumps(described, indent=2) if args.json else info.text(described)) + "\n")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import time
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate and return the exit code."""
     prompt = args.tokens if args.tokens is not None else sys.stdin.read() if args.prompt == "-" else args.prompt
     refuse_early(args, prompt)
-    model = load_with_bar(args)
+    model, load_s, compile_s = load_with_bar(args)
     chunks = stream_generate(
         model,
         prompt,
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.say(line)
     for note in described["notes"]:
         log.info("%s", note)
-    compile_s = warm_up(model)
+    compile_s += warm_up(model)
     n_tokens = 0
     out = terminal.ModelText()
     try:
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.say(f"interrupted after {n_tokens} tokens")
         raise
     out.end()
-    terminal.say(timing_line(model, compile_s, last.stats))
+    terminal.say(timing_line(model.arch, load_s, compile_s, last.stats))
     terminal.say(f"ended: {_REASONS[str(last.reason)]}")
     return 0
 
@@ -96,10 +97,21 @@ def refuse_early(args: argparse.Namespace, prompt: str | list[int]) -> None:
         )
 
 
-def load_with_bar(args: argparse.Namespace) -> Model:
-    """Load the model of the command line, with a bar on a terminal."""
-    with terminal.progress_bar("loading") as progress:
-        return load(
+def load_with_bar(args: argparse.Namespace) -> tuple[Model, float, float]:
+    """Load the model of the command line, with a bar on a terminal: model, seconds to load and seconds to compile."""
+    start = weights_in = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(terminal.progress_bar("loading"))
+
+        def progress(done: int, total: int) -> None:
+            nonlocal weights_in
+            if bar is not None:
+                bar(done, total)
+            if done >= total:  # what follows is compilation
+                weights_in = time.perf_counter()
+                stack.enter_context(terminal.ctrl_c_ends_process())
+
+        model = load(
             args.file,
             arch=args.arch,
             n_ctx=args.n_ctx,
@@ -108,10 +120,11 @@ def load_with_bar(args: argparse.Namespace) -> Model:
             progress=progress,
             threads=args.threads,
         )
+    return model, weights_in - start, time.perf_counter() - weights_in
 
 
 def warm_up(model: Model) -> float:
-    """Compile the kernels of a step, so that the prompt's speed is its own; return the seconds it took."""
+    """Run one step, which compiles what loading did not; return the seconds it took."""
     start = time.perf_counter()
     model.reset()
     with terminal.ctrl_c_ends_process():
@@ -126,9 +139,9 @@ def _piece(chunk: Chunk, n_tokens: int) -> str:
     return f"{',' * (n_tokens > 1)}{chunk.token}"
 
 
-def timing_line(model: Model, compile_s: float, stats: Stats | None) -> str:
+def timing_line(arch: str, load_s: float, compile_s: float, stats: Stats | None) -> str:
     """One line: backend, load and compile seconds, speeds, memory."""
-    parts = [f"{model.arch}: load {model.load_s:.2f} s", f"compile {compile_s:.2f} s"]
+    parts = [f"{arch}: load {load_s:.2f} s", f"compile {compile_s:.2f} s"]
     if stats is not None:
         parts.append(f"prompt {stats.prompt_tokens} tokens, {stats.prompt_tok_s:.1f} tok/s")
         parts.append(f"decode {stats.n_tokens} tokens, {stats.decode_tok_s:.1f} tok/s")

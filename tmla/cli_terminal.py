@@ -93,7 +93,13 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)  # the bar swings until a total is known
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()  # gives the cursor back
+
+        yield progress
 
 
 @contextlib.contextmanager

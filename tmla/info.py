@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tmla import memory, state, weights
+from tmla import memory, runtime, state, weights
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile
 from tmla.gguf_kind import show
-from tmla.runtime import dtype_bytes
 
+CPU = runtime.Caps("cpu", "none", 1, "bytes", False)  # what sizes are computed for without starting a backend
 _WIDE = 400  # characters of one note that are shown
 _WIDTHS = {
     "residual": "dim",
@@ -29,14 +29,14 @@ class _CountingPool:
         self.n_bytes = 0
 
     def field(self, dtype: Any, shape: tuple[int, ...]) -> _CountingPool:
-        self.n_bytes += math.prod(shape) * dtype_bytes(dtype)
+        self.n_bytes += math.prod(shape) * runtime.dtype_bytes(dtype)
         return self
 
     def from_numpy(self, array: Any) -> None:
         """Take the place of Field.from_numpy."""
 
 
-def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", n_splits: int = 8) -> dict[str, int]:
+def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", arch: str | None = None) -> dict[str, int]:
     """Return the bytes that loading will allocate: ``weights``, ``cache``, ``scratch``, ``total``.
 
     Parameters
@@ -45,17 +45,18 @@ def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", n_splits
     n_ctx : int
         Positions the cache holds.
     cache_dtype : {"f16", "f32"}
-    n_splits : int
-        Parts that attention cuts the context into, as the backend does.
+    arch : str, optional
+        Backend, default :func:`tmla.runtime.default_arch`. Scratch is counted as on CPU; GPUs take a few MB more.
 
     Raises
     ------
     BackendError
         A tensor, or the cache of one layer, is larger than a field can be.
     """
-    plan = weights.make_plan(cfg, n_ctx, cache_dtype, "bytes")  # as many bytes as "words"
+    layout = "bytes" if (arch or runtime.default_arch()) == "cpu" else "words"
+    plan = weights.make_plan(cfg, n_ctx, cache_dtype, layout)
     pool: Any = _CountingPool()
-    state.State(cfg, 1, pool, n_splits, cfg.n_vocab)
+    state.State(cfg, 1, CPU, pool, cfg.n_vocab)
     scratch = pool.n_bytes + (n_ctx - 1) * state.table_bytes_per_position(cfg)
     out = {"weights": plan.weight_bytes, "cache": plan.cache_bytes, "scratch": scratch}
     return out | {"total": sum(out.values())}
