@@ -9,6 +9,8 @@ from tmla.keys import Keys
 
 ARCHITECTURES = ("deepseek2", "minicpm3", "plm")
 Q8_BLOCK = 32
+LEAST_TENSORS = 6  # of a block; no known model has fewer than 9
+MAX_ROTATED = 1 << 16  # known models have up to 64; rope factors of that many pairs are read early
 
 
 def read_fields(gf):
@@ -49,8 +51,9 @@ def read_fields(gf):
 def _sizes(keys):
     n_tensors = len(keys.gf.tensors)
     n_blocks = keys.integer("block_count", minimum=1)
-    if n_blocks > n_tensors:
-        keys.fail_key("block_count", n_blocks, f"far fewer than the {n_tensors} tensors of the file")
+    if n_blocks * LEAST_TENSORS > n_tensors:  # before anything is made for each layer
+        most = n_tensors // LEAST_TENSORS
+        keys.fail_key("block_count", n_blocks, f"at most {most}, as the file has {n_tensors} tensors")
     n_nextn = _nextn(keys, n_blocks)
     tied = "output.weight" not in keys.gf.tensors
     if tied:
@@ -106,8 +109,8 @@ def _attention(keys, fields):
         found = f"{latent}, and {latent} values do not tile into Q8_0 blocks"
         keys.fail_key("attention.kv_lora_rank", found, f"a multiple of {Q8_BLOCK}", "tmla cannot run this model")
     rotated = keys.integer("rope.dimension_count", minimum=2)
-    if rotated % 2:
-        keys.fail_key("rope.dimension_count", rotated, "an even number, as rope turns pairs")
+    if rotated % 2 or rotated > MAX_ROTATED:
+        keys.fail_key("rope.dimension_count", rotated, f"an even number, as rope turns pairs, up to {MAX_ROTATED}")
     split = _is_split(keys)
     if split and not keys.has("attention.key_length_mla"):
         qk, value = _split_widths(keys, rotated)

@@ -99,13 +99,22 @@ class Keys:
         if value is None:
             self.fail(f"key {self.name(key)!r} is missing, expected in all such models; re-convert or pass an override")
         if isinstance(value, (np.ndarray, list, tuple)):
-            entries = list(value)
-            if layers is not None and layers and max(layers) < len(entries):
-                entries = [entries[i] for i in layers]
-            if not entries or any(entry != entries[0] for entry in entries):
+            entries = value
+            if layers and max(layers) < len(entries):
+                entries = [value[i] for i in layers]
+            if not _all_equal(entries):
                 self.fail_key(key, _short(value), "one value for all layers", "models that vary it are not supported")
             value = entries[0]
         return value.item() if isinstance(value, np.generic) else value
+
+
+def _all_equal(entries):
+    """Is it one value, or the same several times? An array may have millions of entries; a nested one is no value."""
+    if isinstance(entries, np.ndarray):
+        return entries.ndim == 1 and entries.size > 0 and bool((entries == entries[0]).all())
+    if not entries or any(isinstance(entry, (np.ndarray, list, tuple)) for entry in entries):
+        return False
+    return all(entry == entries[0] for entry in entries)
 
 
 def _short(value):

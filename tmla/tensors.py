@@ -107,9 +107,10 @@ def find_ignored(gf, cfg) -> tuple[str, ...]:
 
 def ignored_notes(cfg, ignored) -> tuple[str, ...]:
     """Return the sentences that say which tensors are ignored and why, as a tuple."""
-    nextn = tuple(f"blk.{i}." for i in range(cfg.n_layers, cfg.n_layers + cfg.n_nextn_layers))
-    in_nextn = [name for name in ignored if name.startswith(nextn)] if nextn else []
-    others = [name for name in ignored if name not in set(in_nextn)]
+    nextn = {f"blk.{i}" for i in range(cfg.n_layers, cfg.n_layers + cfg.n_nextn_layers)}
+    in_nextn, others = [], []
+    for name in ignored:
+        (in_nextn if ".".join(name.split(".", 2)[:2]) in nextn else others).append(name)
     notes = []
     if cfg.n_nextn_layers:
         last = cfg.n_layers + cfg.n_nextn_layers - 1
