@@ -21,7 +21,7 @@ _EXIT_CODES = """exit codes:
   0    done (also when the context is full)
   1    tmla check found an error above its tolerance
   2    the command line, the file or the backend cannot be used; one line on stderr says why
-  130  ended by Ctrl-C
+  130  ended by Ctrl-C (while kernels compile by the signal itself, which a shell shows as 130)
   141  the reader of the output went away
 """
 _DEFAULT_CTX = 4096
