@@ -1,6 +1,7 @@
 """One layer, and what stands before and behind the layers: the stages in order, composed into kernels.
 
-On CPU a layer is one kernel of ten loops; on a GPU two kernels of three to five dispatches, MLA block and FFN. No kernel
+On CPU a layer is one kernel of ten loops; on a GPU two kernels of three to five dispatches, MLA block and FFN; where
+kernels of several loops compile badly (CUDA, :attr:`tmla.runtime.Caps.fuse`), one kernel a dispatch. No kernel
 takes a number: position and layer stand in one-element fields that the kernels advance themselves, so that a launch
 costs as little as Taichi allows. :func:`layer_stages` launches every stage by itself, for those who want to look at
 what lies between, and for the tests that compare.
@@ -65,48 +66,77 @@ def layer_cpu(a: ti.template(), f: ti.template(), s: ti.template()):
     s.layer_attn[0] = s.layer_attn[0] + 1
 
 
+ALL = -1  # every dispatch of a kernel that can also be compiled one dispatch at a time
+
+
 @ti.kernel
-def attention_gpu(w: ti.template(), s: ti.template(), short: ti.template()):
-    """Five dispatches (four when `short`; one more with q_lora): projections with the norm, fused query and cache row,
-    attention, split join with v-combine, output projection with the residual."""
-    linear.matvec_simt(
-        w.proj_q, w.proj_d, s.layer_attn, w.first, s.x, 0, w.attn_norm, w.eps, 1.0, True, False, s.proj, w.proj_tiling
-    )
-    if ti.static(w.has_q_lora):
+def attention_gpu(w: ti.template(), s: ti.template(), short: ti.template(), only: ti.template()):
+    """The MLA block in five dispatches (four when `short`; one more with q_lora), or one of them."""
+    if ti.static(only in (ALL, 0)):
+        linear.matvec_simt(
+            w.proj_q,
+            w.proj_d,
+            s.layer_attn,
+            w.first,
+            s.x,
+            0,
+            w.attn_norm,
+            w.eps,
+            1.0,
+            True,
+            False,
+            s.proj,
+            w.proj_tiling,
+        )
+    if ti.static(w.has_q_lora and only in (ALL, 1)):
         linear.matvec_simt(
             w.q_b_q, w.q_b_d, s.layer_attn, w.first, s.proj, 0, w.q_a_norm, w.eps, 1.0, True, False, s.q, w.q_b_tiling
         )
-    absorb.query_simt(w, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
-    if ti.static(short):
+    if ti.static(only in (ALL, 2)):
+        absorb.query_simt(w, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
+    if ti.static(short and only in (ALL, 3)):
         attention_short.attention_short(w, s.layer_attn, s.pos, s.qa, s.o)
-    else:
+    if ti.static(not short and only in (ALL, 3)):
         attention_tiles.attention_tiles(w, s.layer_attn, s.pos, s.qa, s.attn)
+    if ti.static(not short and only in (ALL, 4)):
         v_combine.v_combine_simt(w, s.layer_attn, s.pos, s.attn, s.o)
-    linear.matvec_simt(
-        w.attn_out_q,
-        w.attn_out_d,
-        s.layer_attn,
-        w.first,
-        s.o,
-        0,
-        w.attn_norm,
-        w.eps,
-        w.residual_scale,
-        False,
-        True,
-        s.x,
-        w.out_tiling,
-    )
+    if ti.static(only in (ALL, 5)):
+        linear.matvec_simt(
+            w.attn_out_q,
+            w.attn_out_d,
+            s.layer_attn,
+            w.first,
+            s.o,
+            0,
+            w.attn_norm,
+            w.eps,
+            w.residual_scale,
+            False,
+            True,
+            s.x,
+            w.out_tiling,
+        )
+
+
+def attention_dispatches(w, short: bool) -> list[int]:
+    """Numbers of the dispatches that :func:`attention_gpu` has for a bank."""
+    return [0] + [1] * w.has_q_lora + [2, 3] + [4] * (not short) + [5]
 
 
 @ti.kernel
-def ffn_gpu(w: ti.template(), s: ti.template()):
-    """Two or three dispatches: common part and router, experts, down with the residual."""
-    if ti.static(w.moe or w.common_ffn_dim > 0):
+def ffn_gpu(w: ti.template(), s: ti.template(), only: ti.template()):
+    """The FFN in two or three dispatches, or one of them: common part and router, experts, down with the residual."""
+    if ti.static((w.moe or w.common_ffn_dim > 0) and only in (ALL, 0)):
         ffn_warps.ffn_common(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.tiling)
-    if ti.static(w.n_used > 0):
-        ffn_warps.ffn_experts(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.tiling)
-    ffn_warps.ffn_down(w, s.layer_ffn, s.route, w.hidden, s.x, s.layer_attn)
+    if ti.static(w.n_used > 0 and only in (ALL, 1)):
+        ffn_warps.ffn_experts(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.expert_tiling)
+    if ti.static(only in (ALL, 2)):
+        ffn_warps.ffn_down(w, s.layer_ffn, s.route, w.hidden, s.x, s.layer_attn)
+
+
+def ffn_dispatches(w) -> list[int]:
+    """Numbers of the dispatches that :func:`ffn_gpu` has for a bank."""
+    return [0] + [1] * (w.n_used > 0) + [2]
 
 
 @ti.kernel
@@ -145,9 +175,12 @@ def advance_cpu(g: ti.template(), s: ti.template()):
 
 
 @ti.kernel
-def advance_gpu(g: ti.template(), s: ti.template()):
-    argmax.argmax_blocks(s.logits, s.n_choice, s.best, s.who)
-    argmax.next_token(g, s.n_choice, s.best, s.who, s.token, s.chosen, s.step, s.pos, s.layer_attn, s.x)
+def advance_gpu(g: ti.template(), s: ti.template(), only: ti.template()):
+    """As :func:`advance_cpu`, in two dispatches, or one of them."""
+    if ti.static(only in (ALL, 0)):
+        argmax.argmax_blocks(s.logits, s.n_choice, s.best, s.who)
+    if ti.static(only in (ALL, 1)):
+        argmax.next_token(g, s.n_choice, s.best, s.who, s.token, s.chosen, s.step, s.pos, s.layer_attn, s.x)
 
 
 class Steps:
@@ -171,26 +204,45 @@ class Steps:
         launches: dict = {}
 
         def bound(kernel, *args):
-            key = (kernel, *(id(a) for a in args))
+            key = (kernel, *(a if isinstance(a, int) else id(a) for a in args))
             if key not in launches:
                 launches[key] = runtime.Launch(kernel, *args)
             return launches[key]
 
+        def parts(numbers):
+            return [ALL] if runtime.caps().fuse else numbers
+
         def layers(short):
             if not gpu:
                 return [[bound(layer_cpu, bank_of[i], ffn_of[i], state)] for i in bank_of]
-            return [[bound(attention_gpu, bank_of[i], state, short), bound(ffn_gpu, ffn_of[i], state)] for i in bank_of]
+            return [
+                [
+                    bound(attention_gpu, bank_of[i], state, short, p)
+                    for p in parts(attention_dispatches(bank_of[i], short))
+                ]
+                + [bound(ffn_gpu, ffn_of[i], state, p) for p in parts(ffn_dispatches(ffn_of[i]))]
+                for i in bank_of
+            ]
 
         self.layers = layers(False)
         self.layers_short = layers(True) if gpu else self.layers
-        self.head = runtime.Launch(head_gpu if gpu else head_cpu, globals_, state)
-        self.advance = runtime.Launch(advance_gpu if gpu else advance_cpu, globals_, state)
+        self.head = bound(head_gpu if gpu else head_cpu, globals_, state)
+        self._advance = (
+            [bound(advance_gpu, globals_, state, p) for p in parts([0, 1])]
+            if gpu
+            else [bound(advance_cpu, globals_, state)]
+        )
         self.max_short = attention_short.MAX_ROWS if gpu else 0
 
     def begin(self, token: int, pos: int) -> None:
         """Launch :func:`begin`."""
         begin(self._g, self._s, token, pos)
         runtime.counter.launches += 1
+
+    def advance(self) -> None:
+        """Choose greedily and begin the next token."""
+        for launch in self._advance:
+            launch()
 
     def run_layer(self, i: int, n_rows: int) -> None:
         """Launch layer `i`, which attends to `n_rows` cached rows."""
@@ -212,7 +264,7 @@ def _choose_tilings(globals_, attention_banks, ffn_banks, s) -> None:
         if b.has_q_lora:
             b.q_b_tiling = linear.tiling(s.q.shape[1], b.q_b_q.shape[2] * 8)
     for f in ffn_banks:
-        f.tiling = ffn_warps.tiling()
+        f.tiling, f.expert_tiling = ffn_warps.common_tiling(), ffn_warps.expert_tiling()
     globals_.head_tiling = linear.tiling(s.logits.shape[1], s.x.shape[1])
 
 

@@ -46,6 +46,12 @@ class Caps:
         """True where kernels run as thread groups with shared memory."""
         return self.arch != "cpu"
 
+    @property
+    def fuse(self) -> bool:
+        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions behind
+        pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
+        return self.arch != "cuda"
+
 
 @dataclasses.dataclass
 class LaunchCounter:

@@ -184,7 +184,7 @@ def query_simt(
     )
     ti.loop_config(block_dim=BLOCK)
     for i in range((n_absorb + 2) * BLOCK):
-        part = ti.simt.block.SharedArray(BLOCK // width() * WORD * (width() + 1), ti.f32)
+        part = ti.simt.block.SharedArray(ti.static(BLOCK // width() * WORD * (width() + 1)), ti.f32)
         tid, blk = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
         lay = layer[0] - w.first
         if blk < n_absorb:

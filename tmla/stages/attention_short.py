@@ -8,26 +8,15 @@ of two; every head fetches the rows by itself, which no longer pays beyond :data
 import taichi as ti
 
 from tmla.stages.attention import NEG_INF
-from tmla.stages.attention_tiles import cache_word
+from tmla.stages.attention_tiles import cached, four
 from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, pow2, width
 from tmla.stages.v_combine import value_rows
-from tmla.stages.words import first_of, lane_place, second_of, shared_len
+from tmla.stages.words import lane_place, shared_len
 
-BLOCK = 256
+BLOCK = 512
 MAX_ROWS = 192  # cached rows up to which this is faster than tiles and combine (measured: docs/log.md)
-AHEAD = 2  # rows a warp has in flight
-
-
-@ti.func
-def _dot_cached(q: ti.template(), w: ti.template(), lay, t, lane):
-    """This lane's share of the query times cached row t; q holds the lane's columns of the query."""
-    n_word = ti.static(cdiv(w.row_width, 4))
-    s = 0.0
-    for k in ti.static(range(cdiv(n_word, width()))):
-        v = cache_word(w.cache, lay, t, ti.min(k * width() + lane, n_word - 1), w.cache_f32)
-        s += q[4 * k] * first_of(v[0]) + q[4 * k + 1] * second_of(v[0])
-        s += q[4 * k + 2] * first_of(v[1]) + q[4 * k + 3] * second_of(v[1])
-    return s
+AHEAD = 2  # rows a warp has in flight for the scores
+VALUES_AHEAD = 8  # rows a thread has in flight for the values
 
 
 @ti.func
@@ -36,6 +25,8 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
     wd = ti.static(width())
     n_word, n_latent = ti.static(cdiv(w.row_width, 4), w.n_latent)
     n_warp = ti.static(BLOCK // width())
+    q_words = ti.static(cdiv(cdiv(w.row_width, 4), width()))  # words of a row that a lane takes
+    per_value = ti.static(2 if w.cache_f32 else 1)  # u64 that four cached values take
     threads = ti.static(min(pow2(w.n_latent // 4), BLOCK))  # threads that cover the latent, 4 columns each
     groups = ti.static(BLOCK // min(pow2(w.n_latent // 4), BLOCK))  # groups of them take rows in turn
     passes = ti.static(cdiv(w.n_latent // 4, min(pow2(w.n_latent // 4), BLOCK)))
@@ -49,15 +40,27 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
         tid, h = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
         lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
         lay, n_rows = layer[0] - w.first, pos[0] + 1
-        q = ti.Vector([0.0 for _ in ti.static(range(4 * cdiv(n_word, width())))])
-        for k in ti.static(range(cdiv(n_word, width()))):
+        q = ti.Vector([0.0 for _ in ti.static(range(4 * q_words))])
+        kw = ti.Vector([ti.u64(0) for _ in ti.static(range(AHEAD * q_words * per_value))], dt=ti.u64)
+        v = ti.Vector([ti.u64(0) for _ in ti.static(range(VALUES_AHEAD * per_value))], dt=ti.u64)
+        for k in ti.static(range(q_words)):
             if k * wd + lane < n_word:
                 for j in ti.static(range(4)):
                     q[4 * k + j] = qa[0, h, (k * wd + lane) * 4 + j]
         for rb in range((n_rows + (n_warp * AHEAD - 1)) // (n_warp * AHEAD)):
             for u in ti.static(range(AHEAD)):
                 t = (rb * AHEAD + u) * n_warp + warp
-                s = lane_sum(_dot_cached(q, w, lay, ti.min(t, n_rows - 1), lane))
+                for k in ti.static(range(q_words)):
+                    word = ti.min(k * wd + lane, n_word - 1)
+                    cached(kw, u * q_words + k, w.cache, lay, ti.min(t, n_rows - 1), word, w.cache_f32)
+            for u in ti.static(range(AHEAD)):
+                t = (rb * AHEAD + u) * n_warp + warp
+                s = 0.0
+                for k in ti.static(range(q_words)):
+                    x = four(kw, u * q_words + k, w.cache_f32)
+                    for j in ti.static(range(4)):
+                        s += q[4 * k + j] * x[j]
+                s = lane_sum(s)
                 if lane == 0 and t < n_rows:
                     score[t] = s
         for k in range(ti.static(cdiv(n_shared, BLOCK))):
@@ -81,12 +84,14 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
         for c in range(passes):
             word, g = c * threads + (tid & (threads - 1)), tid // threads
             acc = ti.Vector([0.0 for _ in ti.static(range(4))])
-            for rb in range((n_rows + (groups * 4 - 1)) // (groups * 4)):
-                for u in ti.static(range(4)):
-                    t = (rb * 4 + u) * groups + g
-                    v = cache_word(w.cache, lay, ti.min(t, n_rows - 1), ti.min(word, n_latent // 4 - 1), w.cache_f32)
+            for rb in range((n_rows + (groups * VALUES_AHEAD - 1)) // (groups * VALUES_AHEAD)):
+                for u in ti.static(range(VALUES_AHEAD)):
+                    t = ti.min((rb * VALUES_AHEAD + u) * groups + g, n_rows - 1)
+                    cached(v, u, w.cache, lay, t, ti.min(word, n_latent // 4 - 1), w.cache_f32)
+                for u in ti.static(range(VALUES_AHEAD)):
+                    t = (rb * VALUES_AHEAD + u) * groups + g
                     p = weight[ti.min(t, n_rows - 1)] if t < n_rows else 0.0
-                    acc += p * ti.Vector([first_of(v[0]), second_of(v[0]), first_of(v[1]), second_of(v[1])])
+                    acc += p * four(v, u, w.cache_f32)
             if c > 0:
                 ti.simt.block.sync()
             for b in ti.static(range(4)):

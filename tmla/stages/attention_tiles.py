@@ -26,6 +26,8 @@ PAIRS = COLUMNS // 2 // COLUMN_GROUPS  # pairs of columns of such a group
 PAIR_STRIDE = COLUMNS // 2 + 2  # pairs from row to row in shared memory: even for 16-byte loads, 4 banks apart
 ROW_PAIRS = max(ROWS * PAIR_STRIDE, BLOCK * 8)
 QUERY_PAIRS = max(HEADS * PAIR_STRIDE, HEADS // 2 * (ROWS + 1))
+ROW_WORDS = ROWS * COLUMNS // 4 // BLOCK  # words of a chunk of rows that a thread fetches
+QUERY_WORDS = HEADS * COLUMNS // 2 // BLOCK
 MAX_LATENT = 4 * BLOCK  # widest latent: a thread has 4 columns
 
 
@@ -35,40 +37,63 @@ def value_threads(n_latent: int) -> int:
 
 
 @ti.func
-def cache_word(cache: ti.template(), lay, t, word, f32: ti.template()):
-    """Values ``4 word .. 4 word + 3`` of a cached row, as two words of two f32."""
-    v = ti.Vector([ti.u64(0), ti.u64(0)], dt=ti.u64)
+def cached(v: ti.template(), k: ti.template(), cache: ti.template(), lay, t, word, f32: ti.template()):
+    """Fetch values ``4 word .. 4 word + 3`` of a cached row into slot k of v, as they are stored."""
     if ti.static(f32):
-        v[0] = cache[lay, t, 2 * word]
-        v[1] = cache[lay, t, 2 * word + 1]
+        v[2 * k] = cache[lay, t, 2 * word]
+        v[2 * k + 1] = cache[lay, t, 2 * word + 1]
     else:
-        bits = cache[lay, t, word]
-        v[0] = pair(half_of(bits, 0), half_of(bits, 1))
-        v[1] = pair(half_of(bits, 2), half_of(bits, 3))
-    return v
+        v[k] = cache[lay, t, word]
 
 
 @ti.func
-def _stage_chunk(ch, tid, r0, t1, h0, ks: ti.template(), qs: ti.template(), w: ti.template(), lay, qa: ti.template()):
-    """Columns ``ch * COLUMNS ..`` of the tile's rows and of the queries into shared memory, as pairs; zeros outside."""
+def four(v: ti.template(), k: ti.template(), f32: ti.template()):
+    """The four values of slot k, as a vector of f32."""
+    r = ti.Vector([0.0 for _ in ti.static(range(4))])
+    if ti.static(f32):
+        r[0], r[1] = first_of(v[2 * k]), second_of(v[2 * k])
+        r[2], r[3] = first_of(v[2 * k + 1]), second_of(v[2 * k + 1])
+    else:
+        for j in ti.static(range(4)):
+            r[j] = half_of(v[k], j)
+    return r
+
+
+@ti.func
+def _fetch_chunk(kw: ti.template(), qw: ti.template(), ch, tid, r0, t1, h0, w: ti.template(), lay, qa: ti.template()):
+    """Columns ``ch * COLUMNS ..`` of the tile's rows and of the queries into registers; zeros outside."""
     n_words = ti.static(qa.shape[2] // 4)
-    for k in ti.static(range(ROWS * COLUMNS // 4 // BLOCK)):
+    for k in ti.static(range(ROW_WORDS)):
         e = k * BLOCK + tid
         row = e // (COLUMNS // 4)
-        word = e - row * (COLUMNS // 4)
-        v = ti.Vector([ti.u64(0), ti.u64(0)], dt=ti.u64)
-        if r0 + row < t1 and ch * (COLUMNS // 4) + word < n_words:
-            v = cache_word(w.cache, lay, r0 + row, ch * (COLUMNS // 4) + word, w.cache_f32)
-        ks[row * PAIR_STRIDE + 2 * word] = v[0]
-        ks[row * PAIR_STRIDE + 2 * word + 1] = v[1]
-    for k in ti.static(range(HEADS * COLUMNS // 2 // BLOCK)):
+        word = ch * (COLUMNS // 4) + e - row * (COLUMNS // 4)
+        for j in ti.static(range(2 if w.cache_f32 else 1)):
+            kw[(2 if w.cache_f32 else 1) * k + j] = ti.u64(0)
+        if r0 + row < t1 and word < n_words:
+            cached(kw, k, w.cache, lay, r0 + row, word, w.cache_f32)
+    for k in ti.static(range(QUERY_WORDS)):
         e = k * BLOCK + tid
         h = e // (COLUMNS // 2)
-        c = e - h * (COLUMNS // 2)
-        q = ti.u64(0)
-        if h0 + h < qa.shape[1] and ch * COLUMNS + 2 * c < qa.shape[2]:
-            q = pair(qa[0, h0 + h, ch * COLUMNS + 2 * c], qa[0, h0 + h, ch * COLUMNS + 2 * c + 1])
-        qs[h * PAIR_STRIDE + c] = q
+        c = ch * COLUMNS + 2 * (e - h * (COLUMNS // 2))
+        qw[k] = ti.u64(0)
+        if h0 + h < qa.shape[1] and c < qa.shape[2]:
+            qw[k] = pair(qa[0, h0 + h, c], qa[0, h0 + h, c + 1])
+
+
+@ti.func
+def _stage_chunk(kw: ti.template(), qw: ti.template(), tid, ks: ti.template(), qs: ti.template(), f32: ti.template()):
+    """What was fetched into shared memory, as pairs of f32."""
+    for k in ti.static(range(ROW_WORDS)):
+        e = k * BLOCK + tid
+        row = e // (COLUMNS // 4)
+        p = row * PAIR_STRIDE + 2 * (e - row * (COLUMNS // 4))
+        v = four(kw, k, f32)
+        ks[p] = pair(v[0], v[1])
+        ks[p + 1] = pair(v[2], v[3])
+    for k in ti.static(range(QUERY_WORDS)):
+        e = k * BLOCK + tid
+        h = e // (COLUMNS // 2)
+        qs[h * PAIR_STRIDE + e - h * (COLUMNS // 2)] = qw[k]
 
 
 @ti.func
@@ -116,7 +141,7 @@ def _softmax_step(run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.tem
     """One warp, two heads: weights of the tile into ks, the rescale into factor. run = [top, top, total, total]."""
     x = ti.Vector([NEG_INF, NEG_INF])
     for k in ti.static(range(cdiv(ROWS, width()))):
-        row = k * width() + lane
+        row = k * ti.static(width()) + lane
         if row < n:
             word = qs[hp * (ROWS + 1) + row]
             x[0] = ti.max(x[0], first_of(word))
@@ -124,7 +149,7 @@ def _softmax_step(run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.tem
     top = ti.Vector([ti.max(lane_max(x[0]), run[0]), ti.max(lane_max(x[1]), run[1])])
     total = ti.Vector([0.0, 0.0])
     for k in ti.static(range(cdiv(ROWS, width()))):
-        row = k * width() + lane
+        row = k * ti.static(width()) + lane
         p = ti.Vector([0.0, 0.0])
         if row < n:
             word = qs[hp * (ROWS + 1) + row]
@@ -143,20 +168,31 @@ def _softmax_step(run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.tem
 
 
 @ti.func
-def _add_values(acc: ti.template(), r0, t1, word, vh, n_heads: ti.template(), ks: ti.template(), w: ti.template(), lay):
-    """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows."""
-    v = ti.Vector([ti.u64(0) for _ in ti.static(range(2 * AHEAD))], dt=ti.u64)
+def _fetch_values(v: ti.template(), first, t1, word, w: ti.template(), lay):
+    """AHEAD rows from `first` on, clamped to the last row: those behind the end have weight 0."""
     for k in ti.static(range(AHEAD)):
-        c = cache_word(w.cache, lay, ti.min(r0 + k, t1 - 1), word, w.cache_f32)
-        v[2 * k], v[2 * k + 1] = c[0], c[1]
-    # rows past the end have weight 0: only their number is rounded up, their reads are clamped
+        cached(v, k, w.cache, lay, ti.min(first + k, t1 - 1), word, w.cache_f32)
+
+
+@ti.func
+def _add_values(
+    acc: ti.template(),
+    v: ti.template(),
+    r0,
+    t1,
+    word,
+    vh,
+    n_heads: ti.template(),
+    ks: ti.template(),
+    w: ti.template(),
+    lay,
+):
+    """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows; v holds the first AHEAD rows."""
     for rb in range((ti.min(ROWS, t1 - r0) + (AHEAD - 1)) // AHEAD):
         nv = v
+        _fetch_values(nv, r0 + (rb + 1) * AHEAD, t1, word, w, lay)
         for k in ti.static(range(AHEAD)):
-            c = cache_word(w.cache, lay, ti.min(r0 + (rb + 1) * AHEAD + k, t1 - 1), word, w.cache_f32)
-            nv[2 * k], nv[2 * k + 1] = c[0], c[1]
-        for k in ti.static(range(AHEAD)):
-            x = ti.Vector([first_of(v[2 * k]), second_of(v[2 * k]), first_of(v[2 * k + 1]), second_of(v[2 * k + 1])])
+            x = four(v, k, w.cache_f32)
             if ti.static(n_heads == 1):
                 weights = ks[(rb * AHEAD + k) * (HEADS // 2) + (vh >> 1)]
                 p = second_of(weights) if (vh & 1) == 1 else first_of(weights)
@@ -179,6 +215,7 @@ def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), 
     n_chunks = ti.static(cdiv(qa.shape[2], COLUMNS))
     threads = ti.static(value_threads(a.part.shape[2]))
     per_thread = ti.static(HEADS // (BLOCK // value_threads(a.part.shape[2])))
+    per_value = ti.static(2 if w.cache_f32 else 1)  # u64 that four cached values take
     ti.loop_config(block_dim=BLOCK)
     for i in range(n_splits * head_groups * BLOCK):
         ks = ti.simt.block.SharedArray(ROW_PAIRS, ti.u64)  # chunk of rows, partial scores, weights [ROWS, HEADS/2]
@@ -197,14 +234,22 @@ def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), 
             word, vh = tid & (threads - 1), tid // threads * per_thread
             acc = ti.Vector([0.0 for _ in ti.static(range(per_thread * 4))])
             run = ti.Vector([NEG_INF, NEG_INF, 0.0, 0.0])
+            kw = ti.Vector([ti.u64(0) for _ in ti.static(range(ROW_WORDS * per_value))], dt=ti.u64)
+            qw = ti.Vector([ti.u64(0) for _ in ti.static(range(QUERY_WORDS))], dt=ti.u64)
+            v = ti.Vector([ti.u64(0) for _ in ti.static(range(AHEAD * per_value))], dt=ti.u64)
             for tile in range((t1 - t0 + (ROWS - 1)) // ROWS):
                 r0 = t0 + tile * ROWS
                 s = ti.Vector([0.0 for _ in ti.static(range(16))])
-                for ch in range(n_chunks):
-                    _stage_chunk(ch, tid, r0, t1, h0, ks, qs, w, lay, qa)
-                    ti.simt.block.sync()
-                    _add_scores(s, tid, ks, qs)
-                    ti.simt.block.sync()
+                for ch in range(n_chunks + 1):  # stage chunk ch - 1, fetch chunk ch, then compute with ch - 1
+                    if ch > 0:
+                        _stage_chunk(kw, qw, tid, ks, qs, w.cache_f32)
+                        ti.simt.block.sync()
+                    if ch < n_chunks:
+                        _fetch_chunk(kw, qw, ch, tid, r0, t1, h0, w, lay, qa)
+                    if ch > 0:
+                        _add_scores(s, tid, ks, qs)
+                        ti.simt.block.sync()
+                _fetch_values(v, r0, t1, ti.min(word, n_latent // 4 - 1), w, lay)  # they come while scores are summed
                 _join_columns(s, tid, ks, qs)
                 ti.simt.block.sync()
                 if warp < HEADS // 2:
@@ -214,7 +259,7 @@ def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), 
                     for h in ti.static(range(per_thread)):
                         for b in ti.static(range(4)):
                             acc[h * 4 + b] *= factor[vh + h]
-                _add_values(acc, r0, t1, ti.min(word, n_latent // 4 - 1), vh, per_thread, ks, w, lay)
+                _add_values(acc, v, r0, t1, ti.min(word, n_latent // 4 - 1), vh, per_thread, ks, w, lay)
                 ti.simt.block.sync()
             for h in ti.static(range(per_thread)):
                 for b in ti.static(range(4)):

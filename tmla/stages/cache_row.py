@@ -136,7 +136,7 @@ def _cache_row_simt(
 ):
     ti.loop_config(block_dim=BLOCK)
     for i in range(BLOCK):
-        part = ti.simt.block.SharedArray(BLOCK // width(), ti.f32)
+        part = ti.simt.block.SharedArray(ti.static(BLOCK // width()), ti.f32)
         cache_row_block(i, part, proj, row0, w, layer[0], eps, table, half, cache, pos, f32, BLOCK)
 
 

@@ -34,9 +34,14 @@ def segment_size(n_used: int, expert_ffn_dim: int, common_ffn_dim: int) -> int:
     return expert_ffn_dim if n_used else cdiv(cdiv(common_ffn_dim, 32), 8) * 32
 
 
-def tiling() -> Tiling:
-    """Tiling of gate and up: two pairs of rows a warp (measured on V2-Lite's shapes: docs/log.md)."""
+def common_tiling() -> Tiling:
+    """Tiling of gate and up of the common part (measured on V2-Lite's shapes: docs/log.md)."""
     return Tiling(rows=2, split=1, block=8 * width(), ahead=2)
+
+
+def expert_tiling() -> Tiling:
+    """Tiling of gate and up of the experts: smaller blocks where they suffice for the lanes to be many."""
+    return Tiling(rows=2, split=1, block=(4 if runtime.caps().lane_ops == "warp" else 8) * width(), ahead=2)
 
 
 @ti.func
@@ -297,11 +302,12 @@ def _ffn_warps(
     x: ti.template(),
     next_layer: ti.template(),
     t: ti.template(),
+    te: ti.template(),
 ):
     if ti.static(w.moe or w.common_ffn_dim > 0):
         ffn_common(w, layer, xn, False, r, hidden, t)
     if ti.static(w.n_used > 0):
-        ffn_experts(w, layer, xn, False, r, hidden, t)
+        ffn_experts(w, layer, xn, False, r, hidden, te)
     ffn_down(w, layer, r, hidden, x, next_layer)
 
 
@@ -312,6 +318,6 @@ def ffn(w, layer, xn, scratch, hidden, x, next_layer):
     is f32 [n_segments, segment_len(segment)], and `next_layer` i32 [1] takes ``layer[0] + 1``.
     """
     if runtime.caps().gpu:
-        _ffn_warps(w, layer, xn, scratch, hidden, x, next_layer, tiling())
+        _ffn_warps(w, layer, xn, scratch, hidden, x, next_layer, common_tiling(), expert_tiling())
     else:
         ffn_cpu(w, layer, xn, scratch, hidden, x)

@@ -8,9 +8,10 @@ import numpy as np
 import taichi as ti
 
 from tmla import runtime
-from tmla.stages.lanes import cdiv, log2, width
+from tmla.stages.lanes import cdiv, log2, pow2, width
 from tmla.stages.words import Tiling, rms_factor, row_parts, rows_dot
 
+TALL = 32768  # rows from which a matrix fills any device with one warp for four rows
 Q8_BLOCK = 32  # values that share one f16 scale (ggml block_q8_0)
 
 
@@ -145,6 +146,10 @@ def tiling(n_out: int, n_in: int) -> Tiling:
     """Tiling of a matrix kernel on the running backend; measured on V2-Lite's shapes (docs/log.md)."""
     w = width()
     n_word = n_in // 8
+    if n_out >= TALL:
+        if runtime.caps().lane_ops == "warp":
+            return Tiling(rows=4, split=1, block=4 * w, ahead=min(2, pow2(cdiv(n_word, w))))
+        return Tiling(rows=4, split=1, block=8 * w, ahead=1, prefetch=True)
     split = 1
     while split < 4 and n_word >= 4 * w * split and n_out < 4096 * (4 // split):
         split *= 2  # a matrix of few rows fills the device by sharing rows among warps
