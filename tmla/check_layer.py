@@ -194,8 +194,8 @@ class LayerCheck:
         step = -(-slab_rows(xn.size) // 32) * 32  # whole Q8_0 blocks of the down projection's rows
         out = np.zeros(self.cfg.dim)
         for r in range(0, len(up), step):
-            part = (gate[r : r + step], up[r : r + step], down[:, r // 32 : (r + step) // 32])
-            out += ffn_ref(*(split(blocks) for blocks in part), xn, gated=gated)
+            down_part = split(down[:, r // 32 : (r + step) // 32])
+            out += ffn_ref(split(gate[r : r + step]), split(up[r : r + step]), down_part, xn, gated=gated)
         return out
 
 

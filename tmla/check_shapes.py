@@ -116,7 +116,7 @@ def _check_form(cfg: MLAConfig, where: str, cache_dtype: str, rng: np.random.Gen
     pool = FieldPool()
     try:
         a = weights.AttentionBank(plan.attention[0], cfg, cache_dtype, pool, pool)
-        f = weights.FFNBank(plan.ffn[0], cfg, pool)
+        f: Any = weights.FFNBank(plan.ffn[0], cfg, pool)
         s = state.State(cfg, N_CTX, caps(), pool, cfg.n_vocab)
         f.hidden = s.hidden[f.moe]
         source = RandomWeights(cfg, rng, moe=f.moe)
