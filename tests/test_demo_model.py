@@ -60,7 +60,7 @@ def test_splits_are_disjoint_and_steady():
 
 
 def test_clean_text():
-    assert clean("“Ah!”—said  he—_very_\nwell’s snake_case") == "\"Ah!\"--said he--very well's snake_case"
+    assert clean("“Ah!”—said  he—_very_\nwell’s snake_case") == '"Ah!"--said he--very well\'s snake_case'
     assert paragraphs(["one", "two", "", " ", "three"]) == "one two\n\nthree"
 
 

@@ -19,7 +19,7 @@ SHAPE = Shape(
     vocabulary=300, layers=2, width=64, heads=2, latent=64, nope=32, rope=32, value=64, dense_width=96, expert_width=32,
     context=96, original_context=24,
 )  # fmt: skip
-WORDS = "the whale and the sea went down to the ship with a good deal of wind , said he ; I am sure of it .".split()
+TEXT = "the whale and the sea went down to the ship with a good deal of wind , said he ; I am sure of it ."
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     """A folder with the tokens of a toy corpus and its tokenizer."""
     out = tmp_path_factory.mktemp("demo")
     rng = np.random.default_rng(3)
-    texts = [" ".join(rng.choice(WORDS, 400)) for _ in range(4)]
+    texts = [" ".join(rng.choice(TEXT.split(" "), 400)) for _ in range(4)]
     texts = ['"Is it a whale?" said he.\n\n"I am sure of it."\n\n' + t for t in texts]
     tokenizer = train_tokenizer(texts, SHAPE.vocabulary)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
 
 def run(folder, name, steps, *more):
     """Train for some steps and return the lines of the log."""
-    argv = [str(folder / "tokens.npz"), str(folder / name), "--device", "cpu", "--batch-tokens", "192", "--length", "48"]
-    argv += ["--lr", "0.01", "--warmup", "5", "--evaluate", "10", "--rows", "2", "--steps", str(steps), *more]
+    options = f"--device cpu --batch-tokens 192 --length 48 --lr 0.01 --warmup 5 --evaluate 10 --rows 2 --steps {steps}"
+    argv = [str(folder / "tokens.npz"), str(folder / name), *options.split(" "), *more]
     torch.set_num_threads(1)
     train(make_parser().parse_args(argv), SHAPE)
     return [json.loads(line) for line in (folder / name / "log.jsonl").read_text(encoding="utf-8").splitlines()]

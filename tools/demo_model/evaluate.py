@@ -7,6 +7,7 @@ With `--run`, the f32 weights before quantisation are measured, too.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def by_source(nats, source, n_bytes):
 def by_position(nats, context):
     """Rows (from, to, perplexity) over the windows that fill the context: the same text in every row."""
     full = np.array([v for _, v in nats if len(v) == context])
-    return [(a, b, np.exp(full[:, a:b].mean())) for a, b in zip(POSITIONS, POSITIONS[1:]) if b <= context], len(full)
+    return [(a, b, np.exp(full[:, a:b].mean())) for a, b in itertools.pairwise(POSITIONS) if b <= context], len(full)
 
 
 def report_network(name, network, arrays, n_bytes):

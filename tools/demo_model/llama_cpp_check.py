@@ -35,7 +35,7 @@ def main():
     parser.add_argument("documents", type=Path, help="test.jsonl")
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save", type=Path, help="npz for inputs, targets and logits of the first window, and all nats")
+    parser.add_argument("--save", type=Path, help="npz: the first window with its logits, and all nats")
     args = parser.parse_args()
     model = Llama(
         str(args.gguf), n_ctx=0, n_batch=2048, n_ubatch=512, logits_all=True, verbose=False, seed=0,
