@@ -68,7 +68,7 @@ def by_source(nats, source, n_bytes):
 
 
 def by_position(nats, context):
-    """Rows (from, to, perplexity) over the windows that fill the context: the same text in every row."""
+    """Rows (from, to, perplexity) over the windows that fill the context: each row a part of all of them."""
     full = np.array([v for _, v in nats if len(v) == context])
     return [(a, b, np.exp(full[:, a:b].mean())) for a, b in itertools.pairwise(POSITIONS) if b <= context], len(full)
 
