@@ -97,9 +97,9 @@ def attention_gpu(w: ti.template(), s: ti.template(), short: ti.template(), only
     if ti.static(short and only in (ALL, 3)):
         attention_short.attention_short(w, s.layer_attn, s.pos, s.qa, s.o)
     if ti.static(not short and only in (ALL, 3)):
-        attention_tiles.attention_tiles(w, s.layer_attn, s.pos, s.qa, s.attn)
+        attention_tiles.attention_tiles(w.tile, w, s.layer_attn, s.pos, s.qa, s.attn)
     if ti.static(not short and only in (ALL, 4)):
-        v_combine.v_combine_simt(w, s.layer_attn, s.pos, s.attn, s.o)
+        v_combine.v_combine_simt(w.tile, w, s.layer_attn, s.pos, s.attn, s.o)
     if ti.static(only in (ALL, 5)):
         linear.matvec_simt(
             w.attn_out_q,
@@ -131,7 +131,7 @@ def ffn_gpu(w: ti.template(), s: ti.template(), only: ti.template()):
     if ti.static(w.n_used > 0 and only in (ALL, 1)):
         ffn_warps.ffn_experts(w, s.layer_ffn, s.x, True, s.route, w.hidden, w.expert_tiling)
     if ti.static(only in (ALL, 2)):
-        ffn_warps.ffn_down(w, s.layer_ffn, s.route, w.hidden, s.x, s.layer_attn)
+        ffn_warps.ffn_down(w, s.layer_ffn, s.route, w.hidden, s.x, s.layer_attn, w.down_tiling)
 
 
 def ffn_dispatches(w) -> list[int]:
@@ -259,12 +259,14 @@ class Steps:
 def _choose_tilings(globals_, attention_banks, ffn_banks, s) -> None:
     """Cut each matrix kernel's work: compile-time numbers of the banks."""
     for b in attention_banks:
+        b.tile = attention_tiles.tile()
         b.proj_tiling = linear.tiling(s.proj.shape[1], s.x.shape[1])
         b.out_tiling = linear.tiling(s.x.shape[1], s.o.shape[1])
         if b.has_q_lora:
             b.q_b_tiling = linear.tiling(s.q.shape[1], b.q_b_q.shape[2] * 8)
     for f in ffn_banks:
         f.tiling, f.expert_tiling = ffn_warps.common_tiling(), ffn_warps.expert_tiling()
+        f.down_tiling = ffn_warps.down_tiling()
     globals_.head_tiling = linear.tiling(s.logits.shape[1], s.x.shape[1])
 
 

@@ -11,7 +11,7 @@ from tmla.stages.lanes import cdiv
 
 MAX_CHOSEN = 64  # greedy tokens between two read-backs
 CPU_SPLITS = 8  # parts of the context that CPU threads share out
-GPU_SPLITS = 132  # blocks that attend to a long context; more fill no more of the GPUs measured (docs/log.md)
+GPU_SPLITS = {"warp": 132, "subgroup": 264}  # parts of a long context, by kind of lanes (measured: docs/log.md)
 
 
 class RouterScratch:
@@ -73,7 +73,7 @@ class State:
         self.o = pool.field(ti.f32, (1, h * cfg.v_head_dim))
         self.hidden = {kind: pool.field(ti.f32, shape) for kind, shape in hidden_shapes(cfg, gpu=caps.gpu).items()}
         self.logits = pool.field(ti.f32, (1, cfg.n_vocab))
-        self.attn = AttentionScratch(pool, GPU_SPLITS if caps.gpu else CPU_SPLITS, h, c, gpu=caps.gpu)
+        self.attn = AttentionScratch(pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else CPU_SPLITS, h, c, gpu=caps.gpu)
         self.route = RouterScratch(pool, cfg.n_experts, cfg.n_experts_used, cfg.n_expert_groups)
         self.rope = pool.field(ti.f32, (n_ctx, cfg.qk_rope_head_dim // 2, 2))
         self.scale = pool.field(ti.f32, (n_ctx,))

@@ -10,12 +10,13 @@ import taichi as ti
 from tmla.stages.attention import NEG_INF
 from tmla.stages.attention_tiles import cached, four
 from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, pow2, width
-from tmla.stages.v_combine import value_rows
+from tmla.stages.v_combine import fetch_value_rows, value_rows
 from tmla.stages.words import lane_place, shared_len
 
 BLOCK = 512
 MAX_ROWS = 192  # cached rows up to which this is faster than tiles and combine (measured: docs/log.md)
 AHEAD = 2  # rows a warp has in flight for the scores
+ROWS_AHEAD = 4  # rows of w_uv a warp has in flight
 VALUES_AHEAD = 8  # rows a thread has in flight for the values
 
 
@@ -26,6 +27,7 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
     n_word, n_latent = ti.static(cdiv(w.row_width, 4), w.n_latent)
     n_warp = ti.static(BLOCK // width())
     q_words = ti.static(cdiv(cdiv(w.row_width, 4), width()))  # words of a row that a lane takes
+    n_fetch = ti.static(ROWS_AHEAD * cdiv(w.v_q.shape[2], width()))
     per_value = ti.static(2 if w.cache_f32 else 1)  # u64 that four cached values take
     threads = ti.static(min(pow2(w.n_latent // 4), BLOCK))  # threads that cover the latent, 4 columns each
     groups = ti.static(BLOCK // min(pow2(w.n_latent // 4), BLOCK))  # groups of them take rows in turn
@@ -43,6 +45,8 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
         q = ti.Vector([0.0 for _ in ti.static(range(4 * q_words))])
         kw = ti.Vector([ti.u64(0) for _ in ti.static(range(AHEAD * q_words * per_value))], dt=ti.u64)
         v = ti.Vector([ti.u64(0) for _ in ti.static(range(VALUES_AHEAD * per_value))], dt=ti.u64)
+        bits = ti.Vector([ti.u64(0) for _ in ti.static(range(n_fetch))], dt=ti.u64)
+        d = ti.Vector([ti.cast(0.0, ti.f16) for _ in ti.static(range(n_fetch))], dt=ti.f16)
         for k in ti.static(range(q_words)):
             if k * wd + lane < n_word:
                 for j in ti.static(range(4)):
@@ -81,6 +85,7 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
                     weight[t] = p
         total = lane_sum(total)
         ti.simt.block.sync()
+        fetch_value_rows(bits, d, warp * ROWS_AHEAD, w.n_v, h, lane, w, lay, ROWS_AHEAD)
         for c in range(passes):
             word, g = c * threads + (tid & (threads - 1)), tid // threads
             acc = ti.Vector([0.0 for _ in ti.static(range(4))])
@@ -107,7 +112,7 @@ def attention_short(w: ti.template(), layer: ti.template(), pos: ti.template(), 
                             s += part[b * BLOCK + g2 * threads + at]
                         xs[lane_place((c * threads + at) * 4 + b)] = s / total
         ti.simt.block.sync()
-        value_rows(tid, 0, w.n_v, h, xs, w, lay, 4, BLOCK, o)
+        value_rows(bits, d, tid, 0, w.n_v, h, xs, w, lay, ROWS_AHEAD, BLOCK, o)
 
 
 @ti.kernel

@@ -7,6 +7,8 @@ registers spill on Vulkan (docs/log.md). Each cached row is fetched once for the
 values. Threadgroup memory: 32,064 bytes of Apple's 32,768.
 """
 
+import dataclasses
+
 import taichi as ti
 
 from tmla import runtime
@@ -15,25 +17,82 @@ from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, pow2, width
 from tmla.stages.words import first_of, half_of, pair, second_of
 
 BLOCK = 256
-HEADS = 16  # heads of a block
-ROWS = 64  # rows of a tile
-COLUMNS = 96  # columns of a chunk of the score product
 AHEAD = 4  # value rows in flight
-
-SCORE_THREADS = HEADS * ROWS // 16  # threads that cover a tile's scores, 4 x 4 each
-COLUMN_GROUPS = BLOCK // SCORE_THREADS  # groups of threads that share a chunk's columns
-PAIRS = COLUMNS // 2 // COLUMN_GROUPS  # pairs of columns of such a group
-PAIR_STRIDE = COLUMNS // 2 + 2  # pairs from row to row in shared memory: even for 16-byte loads, 4 banks apart
-ROW_PAIRS = max(ROWS * PAIR_STRIDE, BLOCK * 8)
-QUERY_PAIRS = max(HEADS * PAIR_STRIDE, HEADS // 2 * (ROWS + 1))
-ROW_WORDS = ROWS * COLUMNS // 4 // BLOCK  # words of a chunk of rows that a thread fetches
-QUERY_WORDS = HEADS * COLUMNS // 2 // BLOCK
 MAX_LATENT = 4 * BLOCK  # widest latent: a thread has 4 columns
 
 
-def value_threads(n_latent: int) -> int:
-    """Threads that cover the latent, 4 columns each."""
-    return max(pow2(n_latent // 4), BLOCK // HEADS)
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a block cuts its work: compile-time numbers.
+
+    Attributes
+    ----------
+    heads : int
+        Heads of a block, a power of two, at least 4.
+    rows : int
+        Cached rows of a tile.
+    columns : int
+        Columns of a chunk of the score product.
+    """
+
+    heads: int
+    rows: int
+    columns: int
+
+    @property
+    def score_threads(self) -> int:
+        """Threads that cover a tile's scores, 4 heads x 4 rows each."""
+        return self.heads * self.rows // 16
+
+    @property
+    def column_groups(self) -> int:
+        """Groups of threads that share a chunk's columns."""
+        return BLOCK // self.score_threads
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of columns of such a group."""
+        return self.columns // 2 // self.column_groups
+
+    @property
+    def pair_stride(self) -> int:
+        """Pairs from row to row in shared memory: even for 16-byte loads, 4 banks apart."""
+        return self.columns // 2 + 2
+
+    @property
+    def row_pairs(self) -> int:
+        """Pairs of shared memory for the rows, later the partial scores, later the weights."""
+        return max(self.rows * self.pair_stride, BLOCK * 8)
+
+    @property
+    def query_pairs(self) -> int:
+        """Pairs of shared memory for the queries, later the scores."""
+        return max(self.heads * self.pair_stride, self.heads // 2 * (self.rows + 1))
+
+    @property
+    def row_words(self) -> int:
+        """Words of a chunk of rows that a thread fetches."""
+        return self.rows * self.columns // 4 // BLOCK
+
+    @property
+    def query_words(self) -> int:
+        """Pairs of a chunk of queries that a thread fetches."""
+        return cdiv(self.heads * self.columns // 2, BLOCK)
+
+    def value_threads(self, n_latent: int) -> int:
+        """Threads that cover the latent, 4 columns each."""
+        return max(pow2(n_latent // 4), BLOCK // self.heads)
+
+    def heads_per_thread(self, n_latent: int) -> int:
+        """Heads whose values a thread sums."""
+        return self.heads // (BLOCK // self.value_threads(n_latent))
+
+
+def tile() -> Tile:
+    """Tile of the running backend (measured: docs/log.md)."""
+    if runtime.caps().lane_ops == "warp":
+        return Tile(heads=8, rows=64, columns=64)
+    return Tile(heads=16, rows=64, columns=48)
 
 
 @ti.func
@@ -60,52 +119,73 @@ def four(v: ti.template(), k: ti.template(), f32: ti.template()):
 
 
 @ti.func
-def _fetch_chunk(kw: ti.template(), qw: ti.template(), ch, tid, r0, t1, h0, w: ti.template(), lay, qa: ti.template()):
-    """Columns ``ch * COLUMNS ..`` of the tile's rows and of the queries into registers; zeros outside."""
+def _fetch_chunk(
+    g: ti.template(),
+    kw: ti.template(),
+    qw: ti.template(),
+    ch,
+    tid,
+    r0,
+    t1,
+    h0,
+    w: ti.template(),
+    lay,
+    qa: ti.template(),
+):
+    """Columns ``ch * g.columns ..`` of the tile's rows and of the queries into registers; zeros outside."""
     n_words = ti.static(qa.shape[2] // 4)
-    for k in ti.static(range(ROW_WORDS)):
+    for k in ti.static(range(g.row_words)):
         e = k * BLOCK + tid
-        row = e // (COLUMNS // 4)
-        word = ch * (COLUMNS // 4) + e - row * (COLUMNS // 4)
+        row = e // (g.columns // 4)
+        word = ch * (g.columns // 4) + e - row * (g.columns // 4)
         for j in ti.static(range(2 if w.cache_f32 else 1)):
             kw[(2 if w.cache_f32 else 1) * k + j] = ti.u64(0)
         if r0 + row < t1 and word < n_words:
             cached(kw, k, w.cache, lay, r0 + row, word, w.cache_f32)
-    for k in ti.static(range(QUERY_WORDS)):
+    for k in ti.static(range(g.query_words)):
         e = k * BLOCK + tid
-        h = e // (COLUMNS // 2)
-        c = ch * COLUMNS + 2 * (e - h * (COLUMNS // 2))
+        h = e // (g.columns // 2)
+        c = ch * g.columns + 2 * (e - h * (g.columns // 2))
         qw[k] = ti.u64(0)
         if h0 + h < qa.shape[1] and c < qa.shape[2]:
             qw[k] = pair(qa[0, h0 + h, c], qa[0, h0 + h, c + 1])
 
 
 @ti.func
-def _stage_chunk(kw: ti.template(), qw: ti.template(), tid, ks: ti.template(), qs: ti.template(), f32: ti.template()):
+def _stage_chunk(
+    g: ti.template(),
+    kw: ti.template(),
+    qw: ti.template(),
+    tid,
+    ks: ti.template(),
+    qs: ti.template(),
+    f32: ti.template(),
+):
     """What was fetched into shared memory, as pairs of f32."""
-    for k in ti.static(range(ROW_WORDS)):
+    for k in ti.static(range(g.row_words)):
         e = k * BLOCK + tid
-        row = e // (COLUMNS // 4)
-        p = row * PAIR_STRIDE + 2 * (e - row * (COLUMNS // 4))
+        row = e // (g.columns // 4)
+        p = row * g.pair_stride + 2 * (e - row * (g.columns // 4))
         v = four(kw, k, f32)
         ks[p] = pair(v[0], v[1])
         ks[p + 1] = pair(v[2], v[3])
-    for k in ti.static(range(QUERY_WORDS)):
+    for k in ti.static(range(g.query_words)):
         e = k * BLOCK + tid
-        h = e // (COLUMNS // 2)
-        qs[h * PAIR_STRIDE + e - h * (COLUMNS // 2)] = qw[k]
+        h = e // (g.columns // 2)
+        if h < g.heads:
+            qs[h * g.pair_stride + e - h * (g.columns // 2)] = qw[k]
 
 
 @ti.func
-def _add_scores(s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
-    """s[a, b] += the chunk's product of heads 4 hg + a and rows rg + b ROWS/4, over this thread's columns."""
-    group = tid // SCORE_THREADS
-    hg, rg = tid & (HEADS // 4 - 1), (tid & (SCORE_THREADS - 1)) // (HEADS // 4)
-    for c in range(PAIRS // 2):
-        p = group * PAIRS + 2 * c
-        q = ti.Vector([qs[(hg * 4 + a // 2) * PAIR_STRIDE + p + a % 2] for a in ti.static(range(8))], dt=ti.u64)
+def _add_scores(g: ti.template(), s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
+    """s[a, b] += the chunk's product of heads 4 hg + a and rows rg + b g.rows/4, over this thread's columns."""
+    group = tid // g.score_threads
+    hg, rg = tid & (g.heads // 4 - 1), (tid & (g.score_threads - 1)) // (g.heads // 4)
+    for c in range(g.pairs // 2):
+        p = group * g.pairs + 2 * c
+        q = ti.Vector([qs[(hg * 4 + a // 2) * g.pair_stride + p + a % 2] for a in ti.static(range(8))], dt=ti.u64)
         k = ti.Vector(
-            [ks[(rg + b // 2 * (ROWS // 4)) * PAIR_STRIDE + p + b % 2] for b in ti.static(range(8))], dt=ti.u64
+            [ks[(rg + b // 2 * (g.rows // 4)) * g.pair_stride + p + b % 2] for b in ti.static(range(8))], dt=ti.u64
         )
         for u in ti.static(range(2)):
             for a in ti.static(range(4)):
@@ -117,46 +197,48 @@ def _add_scores(s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
 
 
 @ti.func
-def _join_columns(s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
+def _join_columns(g: ti.template(), s: ti.template(), tid, ks: ti.template(), qs: ti.template()):
     """Sum the column groups' scores: qs[h/2, row] then holds the pair of heads h, h + 1."""
-    group, o = tid // SCORE_THREADS, tid & (SCORE_THREADS - 1)
+    group, o = tid // g.score_threads, tid & (g.score_threads - 1)
     for a in ti.static(range(2)):
         for b in ti.static(range(4)):
-            ks[(group * 8 + a * 4 + b) * SCORE_THREADS + o] = pair(s[a * 8 + b], s[a * 8 + 4 + b])
+            ks[(group * 8 + a * 4 + b) * g.score_threads + o] = pair(s[a * 8 + b], s[a * 8 + 4 + b])
     ti.simt.block.sync()
-    for k in range(ti.static(SCORE_THREADS * 8 // BLOCK)):
+    for k in range(ti.static(g.score_threads * 8 // BLOCK)):
         e = k * BLOCK + tid
         even, odd = 0.0, 0.0
-        for g in range(COLUMN_GROUPS):
-            word = ks[g * 8 * SCORE_THREADS + e]
+        for k2 in range(g.column_groups):
+            word = ks[k2 * 8 * g.score_threads + e]
             even += first_of(word)
             odd += second_of(word)
-        at, ab = e & (SCORE_THREADS - 1), e // SCORE_THREADS
-        hp = (at & (HEADS // 4 - 1)) * 2 + (ab >> 2)
-        qs[hp * (ROWS + 1) + at // (HEADS // 4) + (ab & 3) * (ROWS // 4)] = pair(even, odd)
+        at, ab = e & (g.score_threads - 1), e // g.score_threads
+        hp = (at & (g.heads // 4 - 1)) * 2 + (ab >> 2)
+        qs[hp * (g.rows + 1) + at // (g.heads // 4) + (ab & 3) * (g.rows // 4)] = pair(even, odd)
 
 
 @ti.func
-def _softmax_step(run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.template(), factor: ti.template()):
+def _softmax_step(
+    g: ti.template(), run: ti.template(), hp, lane, n, ks: ti.template(), qs: ti.template(), factor: ti.template()
+):
     """One warp, two heads: weights of the tile into ks, the rescale into factor. run = [top, top, total, total]."""
     x = ti.Vector([NEG_INF, NEG_INF])
-    for k in ti.static(range(cdiv(ROWS, width()))):
+    for k in ti.static(range(cdiv(g.rows, width()))):
         row = k * ti.static(width()) + lane
         if row < n:
-            word = qs[hp * (ROWS + 1) + row]
+            word = qs[hp * (g.rows + 1) + row]
             x[0] = ti.max(x[0], first_of(word))
             x[1] = ti.max(x[1], second_of(word))
     top = ti.Vector([ti.max(lane_max(x[0]), run[0]), ti.max(lane_max(x[1]), run[1])])
     total = ti.Vector([0.0, 0.0])
-    for k in ti.static(range(cdiv(ROWS, width()))):
+    for k in ti.static(range(cdiv(g.rows, width()))):
         row = k * ti.static(width()) + lane
         p = ti.Vector([0.0, 0.0])
         if row < n:
-            word = qs[hp * (ROWS + 1) + row]
+            word = qs[hp * (g.rows + 1) + row]
             p[0] = ti.exp(first_of(word) - top[0])
             p[1] = ti.exp(second_of(word) - top[1])
         total += p
-        ks[row * (HEADS // 2) + hp] = pair(p[0], p[1])
+        ks[row * (g.heads // 2) + hp] = pair(p[0], p[1])
     f = ti.Vector([ti.exp(run[0] - top[0]), ti.exp(run[1] - top[1])])
     run[2] = run[2] * f[0] + lane_sum(total[0])
     run[3] = run[3] * f[1] + lane_sum(total[1])
@@ -176,6 +258,7 @@ def _fetch_values(v: ti.template(), first, t1, word, w: ti.template(), lay):
 
 @ti.func
 def _add_values(
+    g: ti.template(),
     acc: ti.template(),
     v: ti.template(),
     r0,
@@ -188,19 +271,19 @@ def _add_values(
     lay,
 ):
     """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows; v holds the first AHEAD rows."""
-    for rb in range((ti.min(ROWS, t1 - r0) + (AHEAD - 1)) // AHEAD):
+    for rb in range((ti.min(g.rows, t1 - r0) + (AHEAD - 1)) // AHEAD):
         nv = v
         _fetch_values(nv, r0 + (rb + 1) * AHEAD, t1, word, w, lay)
         for k in ti.static(range(AHEAD)):
             x = four(v, k, w.cache_f32)
             if ti.static(n_heads == 1):
-                weights = ks[(rb * AHEAD + k) * (HEADS // 2) + (vh >> 1)]
+                weights = ks[(rb * AHEAD + k) * (g.heads // 2) + (vh >> 1)]
                 p = second_of(weights) if (vh & 1) == 1 else first_of(weights)
                 for b in ti.static(range(4)):
                     acc[b] += p * x[b]
             else:
                 for a in ti.static(range(n_heads // 2)):
-                    weights = ks[(rb * AHEAD + k) * (HEADS // 2) + (vh >> 1) + a]
+                    weights = ks[(rb * AHEAD + k) * (g.heads // 2) + (vh >> 1) + a]
                     for b in ti.static(range(4)):
                         acc[a * 8 + b] += first_of(weights) * x[b]
                         acc[a * 8 + 4 + b] += second_of(weights) * x[b]
@@ -208,65 +291,69 @@ def _add_values(
 
 
 @ti.func
-def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
+def attention_tiles(
+    g: ti.template(), w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()
+):
     """Partial attention of every split, as :func:`tmla.stages.attention.attention` leaves it."""
     n_heads, n_latent, n_splits = ti.static(a.part.shape[1], a.part.shape[2], a.part.shape[0])
-    head_groups = ti.static(cdiv(a.part.shape[1], HEADS))
-    n_chunks = ti.static(cdiv(qa.shape[2], COLUMNS))
-    threads = ti.static(value_threads(a.part.shape[2]))
-    per_thread = ti.static(HEADS // (BLOCK // value_threads(a.part.shape[2])))
+    head_groups = ti.static(cdiv(a.part.shape[1], g.heads))
+    n_chunks = ti.static(cdiv(qa.shape[2], g.columns))
+    threads = ti.static(g.value_threads(a.part.shape[2]))
+    per_thread = ti.static(g.heads_per_thread(a.part.shape[2]))
     per_value = ti.static(2 if w.cache_f32 else 1)  # u64 that four cached values take
     ti.loop_config(block_dim=BLOCK)
     for i in range(n_splits * head_groups * BLOCK):
-        ks = ti.simt.block.SharedArray(ROW_PAIRS, ti.u64)  # chunk of rows, partial scores, weights [ROWS, HEADS/2]
-        qs = ti.simt.block.SharedArray(QUERY_PAIRS, ti.u64)  # chunk of queries, scores [HEADS/2, ROWS + 1]
-        factor = ti.simt.block.SharedArray(HEADS, ti.f32)
+        ks = ti.simt.block.SharedArray(
+            g.row_pairs, ti.u64
+        )  # chunk of rows, partial scores, weights [g.rows, g.heads/2]
+        qs = ti.simt.block.SharedArray(g.query_pairs, ti.u64)  # chunk of queries, scores [g.heads/2, g.rows + 1]
+        factor = ti.simt.block.SharedArray(g.heads, ti.f32)
         tid, blk = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
         split = blk // head_groups
-        h0 = (blk - split * head_groups) * HEADS
+        h0 = (blk - split * head_groups) * g.heads
         lay = layer[0] - w.first
         n_rows = pos[0] + 1
-        span = split_span(n_rows, n_splits, ROWS)
-        t0 = split * span[0] * ROWS
-        t1 = ti.min(t0 + span[0] * ROWS, n_rows)
+        span = split_span(n_rows, n_splits, g.rows)
+        t0 = split * span[0] * g.rows
+        t1 = ti.min(t0 + span[0] * g.rows, n_rows)
         if t0 < t1:
             lane, warp = tid & ti.static(width() - 1), tid >> ti.static(log2(width()))
             word, vh = tid & (threads - 1), tid // threads * per_thread
             acc = ti.Vector([0.0 for _ in ti.static(range(per_thread * 4))])
             run = ti.Vector([NEG_INF, NEG_INF, 0.0, 0.0])
-            kw = ti.Vector([ti.u64(0) for _ in ti.static(range(ROW_WORDS * per_value))], dt=ti.u64)
-            qw = ti.Vector([ti.u64(0) for _ in ti.static(range(QUERY_WORDS))], dt=ti.u64)
+            kw = ti.Vector([ti.u64(0) for _ in ti.static(range(g.row_words * per_value))], dt=ti.u64)
+            qw = ti.Vector([ti.u64(0) for _ in ti.static(range(g.query_words))], dt=ti.u64)
             v = ti.Vector([ti.u64(0) for _ in ti.static(range(AHEAD * per_value))], dt=ti.u64)
-            for tile in range((t1 - t0 + (ROWS - 1)) // ROWS):
-                r0 = t0 + tile * ROWS
+            for tile in range((t1 - t0 + (g.rows - 1)) // g.rows):
+                r0 = t0 + tile * g.rows
                 s = ti.Vector([0.0 for _ in ti.static(range(16))])
                 for ch in range(n_chunks + 1):  # stage chunk ch - 1, fetch chunk ch, then compute with ch - 1
                     if ch > 0:
-                        _stage_chunk(kw, qw, tid, ks, qs, w.cache_f32)
+                        _stage_chunk(g, kw, qw, tid, ks, qs, w.cache_f32)
                         ti.simt.block.sync()
                     if ch < n_chunks:
-                        _fetch_chunk(kw, qw, ch, tid, r0, t1, h0, w, lay, qa)
+                        _fetch_chunk(g, kw, qw, ch, tid, r0, t1, h0, w, lay, qa)
                     if ch > 0:
-                        _add_scores(s, tid, ks, qs)
+                        _add_scores(g, s, tid, ks, qs)
                         ti.simt.block.sync()
                 _fetch_values(v, r0, t1, ti.min(word, n_latent // 4 - 1), w, lay)  # they come while scores are summed
-                _join_columns(s, tid, ks, qs)
+                _join_columns(g, s, tid, ks, qs)
                 ti.simt.block.sync()
-                if warp < HEADS // 2:
-                    _softmax_step(run, warp, lane, t1 - r0, ks, qs, factor)
+                if warp < g.heads // 2:
+                    _softmax_step(g, run, warp, lane, t1 - r0, ks, qs, factor)
                 ti.simt.block.sync()
                 if tile > 0:
                     for h in ti.static(range(per_thread)):
                         for b in ti.static(range(4)):
                             acc[h * 4 + b] *= factor[vh + h]
-                _add_values(acc, v, r0, t1, ti.min(word, n_latent // 4 - 1), vh, per_thread, ks, w, lay)
+                _add_values(g, acc, v, r0, t1, ti.min(word, n_latent // 4 - 1), vh, per_thread, ks, w, lay)
                 ti.simt.block.sync()
             for h in ti.static(range(per_thread)):
                 for b in ti.static(range(4)):
                     if word < n_latent // 4 and h0 + vh + h < n_heads:
                         # plane b of the columns 4 word + b: neighbouring threads write side by side
                         a.part[split, h0 + vh + h, b * (n_latent // 4) + word] = acc[h * 4 + b]
-            if warp < HEADS // 2 and lane == 0:
+            if warp < g.heads // 2 and lane == 0:
                 for k in ti.static(range(2)):
                     h = h0 + warp * 2 + k
                     if h < n_heads:
@@ -275,8 +362,10 @@ def attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), 
 
 
 @ti.kernel
-def _attention_tiles(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
-    attention_tiles(w, layer, pos, qa, a)
+def _attention_tiles(
+    g: ti.template(), w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()
+):
+    attention_tiles(g, w, layer, pos, qa, a)
 
 
 def attend(w, layer, pos, qa, scratch):
@@ -293,6 +382,6 @@ def attend(w, layer, pos, qa, scratch):
         Takes maximum, sum and latent sum of every split; GPUs write the latent in four planes (columns 4 i + b).
     """
     if runtime.caps().gpu:
-        _attention_tiles(w, layer, pos, qa, scratch)
+        _attention_tiles(tile(), w, layer, pos, qa, scratch)
     else:
         attention(w.cache, layer, pos, qa, w.row_width, scratch)

@@ -18,9 +18,7 @@ from tmla.stages.lanes import cdiv, lane_sum, log2, width
 from tmla.stages.router import choose_block, weight_of
 from tmla.stages.words import WORD, Tiling, dot_word, rms_factor, row_parts, rows_dot
 
-DOWN_ROWS = 4  # rows of a block of the down projection
-DOWN_AHEAD = 3  # words of a row in flight there
-ROUTER_WARPS = 4  # warps that share an expert's router row
+ROUTER_WARPS = 8  # warps that share an expert's router row
 MAX_THREADS = 1024
 
 
@@ -36,12 +34,18 @@ def segment_size(n_used: int, expert_ffn_dim: int, common_ffn_dim: int) -> int:
 
 def common_tiling() -> Tiling:
     """Tiling of gate and up of the common part (measured on V2-Lite's shapes: docs/log.md)."""
-    return Tiling(rows=2, split=1, block=8 * width(), ahead=2)
+    return Tiling(rows=1, split=1, block=8 * width(), ahead=2 if runtime.caps().lane_ops == "warp" else 4)
 
 
 def expert_tiling() -> Tiling:
-    """Tiling of gate and up of the experts: smaller blocks where they suffice for the lanes to be many."""
-    return Tiling(rows=2, split=1, block=(4 if runtime.caps().lane_ops == "warp" else 8) * width(), ahead=2)
+    """Tiling of gate and up of the experts: blocks as large as one wave of them wants."""
+    return Tiling(rows=2, split=1, block=16 * width(), ahead=2)
+
+
+def down_tiling() -> Tiling:
+    """Tiling of the down projection: rows of a block and words in flight."""
+    warp = runtime.caps().lane_ops == "warp"
+    return Tiling(rows=8 if warp else 4, split=1, block=width(), ahead=1 if warp else 2)
 
 
 @ti.func
@@ -223,26 +227,27 @@ def _segment_dot(
     lane,
     w: ti.template(),
     hidden: ti.template(),
+    t: ti.template(),
 ):
     """acc[r] += row row0 + r (below n_row), words from col0 on, times one segment."""
     wd = ti.static(width())
     n_word = ti.static(w.segment // WORD)
-    for c in range(ti.static(cdiv(cdiv(w.segment // WORD, width()), DOWN_AHEAD))):
-        bits = ti.Vector([ti.u64(0) for _ in ti.static(range(DOWN_ROWS * DOWN_AHEAD))], dt=ti.u64)
-        d = ti.Vector([0.0 for _ in ti.static(range(DOWN_ROWS * DOWN_AHEAD))])
-        for k in ti.static(range(DOWN_ROWS * DOWN_AHEAD)):
-            word = (c * DOWN_AHEAD + k // DOWN_ROWS) * wd + lane
+    for c in range(ti.static(cdiv(cdiv(w.segment // WORD, width()), t.ahead))):
+        bits = ti.Vector([ti.u64(0) for _ in ti.static(range(t.rows * t.ahead))], dt=ti.u64)
+        d = ti.Vector([0.0 for _ in ti.static(range(t.rows * t.ahead))])
+        for k in ti.static(range(t.rows * t.ahead)):
+            word = (c * t.ahead + k // t.rows) * wd + lane
             col = ti.min(col0 + ti.min(word, n_word - 1), w_q.shape[2] - 1)
-            row = ti.min(row0 + k % DOWN_ROWS, n_row - 1)
+            row = ti.min(row0 + k % t.rows, n_row - 1)
             bits[k] = w_q[lay, row, col]
             d[k] = ti.cast(w_d[lay, row, col >> 2], ti.f32)
-        for u in ti.static(range(DOWN_AHEAD)):
-            word = (c * DOWN_AHEAD + u) * wd + lane
+        for u in ti.static(range(t.ahead)):
+            word = (c * t.ahead + u) * wd + lane
             if word < n_word and col0 + word < w_q.shape[2]:
-                at = (c * DOWN_AHEAD + u) * wd * WORD + lane
+                at = (c * t.ahead + u) * wd * WORD + lane
                 xv = ti.Vector([hidden[seg, at + j * wd] for j in ti.static(range(WORD))])
-                for k in ti.static(range(DOWN_ROWS)):
-                    acc[k] += d[u * DOWN_ROWS + k] * dot_word(bits[u * DOWN_ROWS + k], xv)
+                for k in ti.static(range(t.rows)):
+                    acc[k] += d[u * t.rows + k] * dot_word(bits[u * t.rows + k], xv)
 
 
 @ti.func
@@ -253,40 +258,41 @@ def ffn_down(
     hidden: ti.template(),
     x: ti.template(),
     next_layer: ti.template(),
+    t: ti.template(),
 ):
     """x += residual_scale * (all down projections); `next_layer` i32 [1] takes the layer's number plus one."""
     wd, n_out = ti.static(width(), x.shape[1])
     block = ti.static(cdiv(w.n_segments * width(), 32) * 32)
     ti.loop_config(block_dim=block)
-    for i in range(ti.static(cdiv(x.shape[1], DOWN_ROWS) * block)):
-        part = ti.simt.block.SharedArray(w.n_segments * DOWN_ROWS, ti.f32)
+    for i in range(ti.static(cdiv(x.shape[1], t.rows) * block)):
+        part = ti.simt.block.SharedArray(w.n_segments * t.rows, ti.f32)
         blk = i // block
         tid = i - blk * block
         lane = tid & ti.static(wd - 1)
         seg = ti.min(tid >> ti.static(log2(wd)), w.n_segments - 1)  # spare warps of narrow lanes repeat the last one
         lay = layer[0] - w.first
-        row0 = blk * DOWN_ROWS
-        acc = ti.Vector([0.0 for _ in ti.static(range(DOWN_ROWS))])
+        row0 = blk * t.rows
+        acc = ti.Vector([0.0 for _ in ti.static(range(t.rows))])
         factor = ti.cast(ti.static(w.residual_scale), ti.f32)
         if ti.static(w.n_used > 0):
             if seg < w.n_used:
                 e0 = r.expert[0, seg] * n_out
                 factor *= r.weight[0, seg]
-                _segment_dot(acc, w.down_exps_q, w.down_exps_d, lay, e0 + row0, e0 + n_out, 0, seg, lane, w, hidden)
+                _segment_dot(acc, w.down_exps_q, w.down_exps_d, lay, e0 + row0, e0 + n_out, 0, seg, lane, w, hidden, t)
         if ti.static(w.common_ffn_dim > 0):
             if seg >= w.n_used:
                 col0 = (seg - w.n_used) * (w.segment // WORD)
-                _segment_dot(acc, w.down_q, w.down_d, lay, row0, n_out, col0, seg, lane, w, hidden)
-        for k in ti.static(range(DOWN_ROWS)):
+                _segment_dot(acc, w.down_q, w.down_d, lay, row0, n_out, col0, seg, lane, w, hidden, t)
+        for k in ti.static(range(t.rows)):
             s = lane_sum(acc[k]) * factor
             if lane == 0:
-                part[seg * DOWN_ROWS + k] = s
+                part[seg * t.rows + k] = s
         ti.simt.block.sync()
-        if tid < DOWN_ROWS:
+        if tid < t.rows:
             if row0 + tid < n_out:
                 s = x[0, row0 + tid]
                 for k in range(ti.static(w.n_segments)):
-                    s += part[k * DOWN_ROWS + tid]
+                    s += part[k * t.rows + tid]
                 x[0, row0 + tid] = s
         if i == 0:
             next_layer[0] = layer[0] + 1
@@ -303,12 +309,13 @@ def _ffn_warps(
     next_layer: ti.template(),
     t: ti.template(),
     te: ti.template(),
+    td: ti.template(),
 ):
     if ti.static(w.moe or w.common_ffn_dim > 0):
         ffn_common(w, layer, xn, False, r, hidden, t)
     if ti.static(w.n_used > 0):
         ffn_experts(w, layer, xn, False, r, hidden, te)
-    ffn_down(w, layer, r, hidden, x, next_layer)
+    ffn_down(w, layer, r, hidden, x, next_layer, td)
 
 
 def ffn(w, layer, xn, scratch, hidden, x, next_layer):
@@ -318,6 +325,6 @@ def ffn(w, layer, xn, scratch, hidden, x, next_layer):
     is f32 [n_segments, segment_len(segment)], and `next_layer` i32 [1] takes ``layer[0] + 1``.
     """
     if runtime.caps().gpu:
-        _ffn_warps(w, layer, xn, scratch, hidden, x, next_layer, common_tiling(), expert_tiling())
+        _ffn_warps(w, layer, xn, scratch, hidden, x, next_layer, common_tiling(), expert_tiling(), down_tiling())
     else:
         ffn_cpu(w, layer, xn, scratch, hidden, x)

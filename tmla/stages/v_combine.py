@@ -8,14 +8,15 @@ import numpy as np
 import taichi as ti
 
 from tmla import runtime
-from tmla.stages import attention_tiles
 from tmla.stages.attention import CHUNK, NEG_INF, TILE, split_span
+from tmla.stages.attention_tiles import tile
 from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, width
 from tmla.stages.linear import dequantise_ref, row_dot_q8
 from tmla.stages.words import WORD, dot_word, lane_place, shared_len
 
-BLOCK = 256
-VALUE_BLOCKS = 8  # blocks that share a head's value rows (each joins the splits again)
+BLOCK = 512
+VALUES_AHEAD = 2  # value rows a warp has in flight
+VALUE_BLOCKS = 4  # blocks that share a head's value rows (each joins the splits again)
 
 
 @ti.func
@@ -47,7 +48,22 @@ def v_combine_loop(w: ti.template(), layer: ti.template(), mix: ti.template(), o
 
 
 @ti.func
+def fetch_value_rows(
+    bits: ti.template(), d: ti.template(), first, v1, h, lane, w: ti.template(), lay, ahead: ti.template()
+):
+    """Words and scales of value rows ``first .. first + ahead`` of head h (the last one below v1 repeated)."""
+    n_word = ti.static(w.v_q.shape[2])
+    for k in ti.static(range(ahead * cdiv(w.v_q.shape[2], width()))):
+        col = ti.min(k // ahead * ti.static(width()) + lane, n_word - 1)
+        row = h * w.v_stride + w.v_offset + ti.min(first + k % ahead, v1 - 1)
+        bits[k] = w.v_q[lay, row, col]
+        d[k] = w.v_d[lay, row, col >> 2]
+
+
+@ti.func
 def value_rows(
+    bits: ti.template(),
+    d: ti.template(),
     tid,
     v0,
     v1,
@@ -59,20 +75,22 @@ def value_rows(
     block: ti.template(),
     o: ti.template(),
 ):
-    """o[h * V + v] for v0 <= v < v1: each warp takes `ahead` rows of w_uv at a time, times the mix in lane order."""
+    """o[h * V + v] for v0 <= v < v1: each warp takes `ahead` rows of w_uv at a time, times the mix in lane order.
+
+    bits and d hold the warp's first rows already: they were fetched while the mix was made.
+    """
     wd = ti.static(width())
-    n_word = ti.static(w.v_q.shape[2])
     lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
     n_warp = ti.static(block // width())
     for vb in range((v1 - v0 + (n_warp * ahead - 1)) // (n_warp * ahead)):
         first = v0 + (vb * n_warp + warp) * ahead
+        if vb > 0:
+            fetch_value_rows(bits, d, first, v1, h, lane, w, lay, ahead)
         y = ti.Vector([0.0 for _ in ti.static(range(ahead))])
-        for u in ti.static(range(cdiv(n_word, width()))):
+        for u in ti.static(range(cdiv(w.v_q.shape[2], width()))):
             xv = ti.Vector([xs[(u * WORD + j) * (wd + 4) + lane] for j in ti.static(range(WORD))])
-            col = ti.min(u * wd + lane, n_word - 1)
             for r in ti.static(range(ahead)):
-                row = h * w.v_stride + w.v_offset + ti.min(first + r, v1 - 1)
-                y[r] += ti.cast(w.v_d[lay, row, col >> 2], ti.f32) * dot_word(w.v_q[lay, row, col], xv)
+                y[r] += ti.cast(d[u * ahead + r], ti.f32) * dot_word(bits[u * ahead + r], xv)
         for r in ti.static(range(ahead)):
             s = lane_sum(y[r])
             if lane == 0 and first + r < v1:
@@ -80,11 +98,14 @@ def value_rows(
 
 
 @ti.func
-def v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()):
+def v_combine_simt(
+    g: ti.template(), w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()
+):
     """Join the splits that :mod:`tmla.stages.attention_tiles` left, then the value rows: VALUE_BLOCKS blocks a head."""
     wd = ti.static(width())
     n_heads, n_latent, n_splits = ti.static(a.part.shape[1], a.part.shape[2], a.part.shape[0])
     n_shared = ti.static(shared_len(cdiv(w.v_q.shape[2], width()) * width()))
+    n_fetch = ti.static(VALUES_AHEAD * cdiv(w.v_q.shape[2], width()))
     per_block = ti.static(cdiv(w.n_v, VALUE_BLOCKS))
     ti.loop_config(block_dim=BLOCK)
     for i in range(n_heads * VALUE_BLOCKS * BLOCK):
@@ -92,9 +113,14 @@ def v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a
         ws = ti.simt.block.SharedArray(n_splits, ti.f32)
         tid, blk = i & (BLOCK - 1), i >> ti.static(log2(BLOCK))
         h = blk // VALUE_BLOCKS
+        lay = layer[0] - w.first
         v0 = (blk - h * VALUE_BLOCKS) * per_block
+        v1 = ti.min(v0 + per_block, w.n_v)
         lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
-        n = split_span(pos[0] + 1, n_splits, attention_tiles.ROWS)[1]
+        bits = ti.Vector([ti.u64(0) for _ in ti.static(range(n_fetch))], dt=ti.u64)
+        d = ti.Vector([ti.cast(0.0, ti.f16) for _ in ti.static(range(n_fetch))], dt=ti.f16)
+        fetch_value_rows(bits, d, v0 + warp * VALUES_AHEAD, v1, h, lane, w, lay, VALUES_AHEAD)
+        n = split_span(pos[0] + 1, n_splits, g.rows)[1]
         top = NEG_INF
         for k in range((n + (wd - 1)) >> ti.static(log2(wd))):
             top = ti.max(top, a.top[h, ti.min(k * wd + lane, n - 1)])
@@ -125,7 +151,7 @@ def v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a
                 plane = e // (n_latent // 4)
                 xs[lane_place((e - plane * (n_latent // 4)) * 4 + plane)] = (acc.sum() + last) / total
         ti.simt.block.sync()
-        value_rows(tid, v0, ti.min(v0 + per_block, w.n_v), h, xs, w, layer[0] - w.first, 2, BLOCK, o)
+        value_rows(bits, d, tid, v0, v1, h, xs, w, lay, VALUES_AHEAD, BLOCK, o)
 
 
 @ti.kernel
@@ -137,8 +163,10 @@ def _join_and_combine(
 
 
 @ti.kernel
-def _v_combine_simt(w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()):
-    v_combine_simt(w, layer, pos, a, o)
+def _v_combine_simt(
+    g: ti.template(), w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), o: ti.template()
+):
+    v_combine_simt(g, w, layer, pos, a, o)
 
 
 def v_combine(w, layer, pos, scratch, mix, o):
@@ -156,7 +184,7 @@ def v_combine(w, layer, pos, scratch, mix, o):
     o : ti.Field, f32 [1, H * V]
     """
     if runtime.caps().gpu:
-        _v_combine_simt(w, layer, pos, scratch, o)
+        _v_combine_simt(tile(), w, layer, pos, scratch, o)
     else:
         _join_and_combine(w, layer, pos, scratch, mix, o)
 
