@@ -14,13 +14,15 @@ Field = Any  # ti.Field, which has no usable static type
 class Expect:
     """Values that a field must hold, compared as ``|found - array| <= atol + rtol * |array|``.
 
-    `where` (bool, same shape) limits the comparison; elsewhere the field may hold anything.
+    `where` (bool, same shape) limits the comparison; elsewhere the field may hold anything. `dtype` is what the field's
+    bytes mean, where that is not the field's own type: words that hold floats.
     """
 
     array: np.ndarray
     rtol: float = 1e-4
     atol: float = 1e-5
     where: np.ndarray | None = None
+    dtype: type | None = None
 
 
 @dataclasses.dataclass

@@ -104,7 +104,7 @@ COMPILE_FLAGS = (
 
 def _broken_rules(module, task, trees):
     if module.version != METAL_SPIRV:
-        yield f"SPIR-V version {module.version:#x}, Metal has {METAL_SPIRV:#x}: it was compiled for another device before"
+        yield f"SPIR-V {module.version:#x}, not Metal's {METAL_SPIRV:#x}: compiled for another device before"
     if module.bindings and module.bindings[-1] >= MAX_BUFFERS:
         yield f"buffer index {module.bindings[-1]}: Metal has 0 to {MAX_BUFFERS - 1}; fewer fields in one loop"
     if module.threadgroup_bytes > MAX_THREADGROUP_BYTES:

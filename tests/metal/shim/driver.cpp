@@ -193,6 +193,10 @@ Position threadgroups_in_grid() { return {task->groups, 1, 1}; }
 uint lane_in_simdgroup() { return self % simd_width; }
 BufferReference bound(uint index) { return {bindings[index]}; }
 
+void poke(uint index, uint64_t offset, const void* bytes, size_t n_bytes) {
+    std::memcpy(static_cast<char*>(bindings[index]) + offset, bytes, n_bytes);
+}
+
 void threadgroup_wait(int line) { wait(State::at_barrier, "threadgroup_barrier", line); }
 
 Lanes simdgroup_exchange(uint64_t bits, const char* operation, int line) {

@@ -146,6 +146,8 @@ struct BufferReference {
     operator T&() const { return *static_cast<T*>(base); }
 };
 BufferReference bound(uint index);
+// The host's write to a buffer, between dispatches.
+void poke(uint index, uint64_t offset, const void* bytes, size_t n_bytes);
 
 struct Binding {
     uint index;
