@@ -1,0 +1,74 @@
+"""Whole models of every structure and size in :mod:`tests.variants` against the float64 reference.
+
+A model costs a compilation of its kernels, so a default run takes a representative part; ``TMLA_ALL=1`` takes all.
+"""
+
+import os
+
+import numpy as np
+import pytest
+
+import tmla
+from tests.variants import VARIANTS, variant_file
+from tmla import reference
+
+SIGMA = 1e-4  # of the logits' standard deviation: f32 arithmetic and cache
+N_PROMPT, N_GREEDY = 20, 8
+CHOSEN = [  # each the only one of its kind, or the smallest or largest of a size
+    "lite_40_layers", "lite_kv_512_split", "lite_nope_48", "lite_nope_32_v_224", "lite_rope_18", "lite_128_heads",
+    "lite_top_16", "lite_loud_q_abs", "q_lora_groups", "v3_fused", "v3_subnormal", "glm", "mistral",
+    "minicpm3_orig_ctx", "plm_untied",
+]  # fmt: skip
+LENGTHS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129]
+N_CTX = {"minicpm3_orig_ctx": 300}  # above its original context, so the long factors apply; 64 elsewhere
+
+
+def names():
+    """Variants of this run."""
+    return list(VARIANTS) if os.environ.get("TMLA_ALL", "0") not in ("", "0") else CHOSEN
+
+
+def prompt(name, n):
+    return np.random.default_rng([31, n]).integers(0, VARIANTS[name].n_vocab, n).tolist()
+
+
+def error_in_sigma(got, ref):
+    assert got.shape == ref.shape
+    assert ref.std() > 0.01
+    return np.abs(got - ref).max() / ref.std()
+
+
+@pytest.mark.parametrize("name", names())
+def test_prompt_and_greedy_continuation(tmp_path_factory, arch, name):
+    path, n_ctx, tokens = (
+        variant_file(name, tmp_path_factory.getbasetemp()),
+        N_CTX.get(name, 64),
+        prompt(name, N_PROMPT),
+    )
+    model = tmla.load(path, arch=arch, n_ctx=n_ctx, cache_dtype="f32")
+    logits = model.prefill(tokens, all_logits=True)
+    first = int(logits[-1].argmax())
+    greedy = [first, *model.decode_greedy(first, N_GREEDY - 1)]
+    ref = reference.logits(path, tokens + greedy[:-1], n_ctx=n_ctx)
+    assert error_in_sigma(logits, ref[:N_PROMPT]) < SIGMA
+    best, taken = ref[N_PROMPT - 1 :].max(axis=1), ref[range(N_PROMPT - 1, len(ref)), greedy]
+    assert ((best - taken) / ref.std() < 2 * SIGMA).all()  # each is the best, or equal to it within the tolerance
+
+
+@pytest.mark.parametrize("name", ["lite_split", "v3_unsplit"])
+def test_prompt_lengths(tmp_path_factory, arch, name):
+    """Around every edge at which a prompt may be cut, and on from there."""
+    path, tokens = variant_file(name, tmp_path_factory.getbasetemp()), prompt(name, max(LENGTHS) + 1)
+    model = tmla.load(path, arch=arch, n_ctx=len(tokens), cache_dtype="f32")
+    ref = reference.logits(path, tokens)
+    for n in LENGTHS:
+        model.reset()
+        assert error_in_sigma(model.prefill(tokens[:n], all_logits=True), ref[:n]) < SIGMA, n
+        assert error_in_sigma(model.decode(tokens[n]), ref[n]) < SIGMA, n
+        model.rewind(n // 2)
+        assert error_in_sigma(model.prefill(tokens[n // 2 : n + 1]), ref[n]) < SIGMA, n
+
+
+def test_the_chosen_ones_exist():
+    assert set(CHOSEN) <= set(VARIANTS)
+    assert len(set(CHOSEN)) == len(CHOSEN)
