@@ -78,6 +78,20 @@ def too_large(x: ti.template(), y: ti.template()):
 
 
 @ti.kernel
+def two_local_vectors(x: ti.template(), y: ti.template()):
+    for i in range(N // 2):
+        a = ti.Vector([0.0] * 4)
+        for j in range(4):
+            a[j] = x[i] * j
+        y[i] = a[i & 3] + a[1]
+    for i in range(N // 2, N):  # shares constants with the loop before it, wherever that went
+        b = ti.Vector([0.0] * 4)
+        for j in range(4):
+            b[j] = x[i] * j
+        y[i] = b[i & 3] + b[1]
+
+
+@ti.kernel
 def scan_of_max(x: ti.template(), y: ti.template()):
     for i in range(N):
         y[i] = ti.simt.subgroup.inclusive_max(x[i])
@@ -209,6 +223,7 @@ REFUSED = [
     ("lanes_truncated", build(lanes_truncated), "wrap each in ti.cast"),
     ("infinite", build(infinite), "an infinite constant"),
     ("too_large", build(too_large), "an infinite constant"),
+    ("two_local_vectors", build(two_local_vectors), "does not yet exist"),
     ("scan_of_max", build(scan_of_max), "doesn't support InclusiveScan"),
     ("many_fields", build_many_fields, "buffer index 32"),
     ("shared_tree", build_shared_tree, "holds 2 fields"),
