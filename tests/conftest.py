@@ -16,8 +16,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def oracle_dir() -> pathlib.Path:
-    """Folder of the oracle files, which may not exist."""
-    return pathlib.Path(os.environ.get("TMLA_ORACLE", ROOT.parent / "shared" / "oracle"))
+    """Folder of the oracle files: the whole set, or the two that the repository holds."""
+    path = pathlib.Path(os.environ.get("TMLA_ORACLE", ROOT.parent / "shared" / "oracle"))
+    return path if (path / "dsv2_mini.gguf").exists() else ROOT / "tests" / "data" / "oracle"
+
+
+class OracleFolder(type(pathlib.Path())):
+    """A folder of which ``folder / name`` skips the test when there is no such file."""
+
+    def __truediv__(self, name):
+        path = super().__truediv__(name)
+        if not path.exists():
+            pytest.skip(f"oracle file {name} is not beside this checkout; set TMLA_ORACLE to its folder")
+        return path
 
 
 def test_arch() -> str:
@@ -27,10 +38,7 @@ def test_arch() -> str:
 
 @pytest.fixture(scope="session")
 def oracle() -> pathlib.Path:
-    path = oracle_dir()
-    if not (path / "dsv2_mini.gguf").exists():
-        pytest.skip("the oracle files are not beside this checkout; set TMLA_ORACLE to their folder")
-    return path
+    return OracleFolder(oracle_dir())
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +60,7 @@ class FieldFactory:
 
     def __call__(self, array: np.ndarray, dtype=None):
         """Field with the values of an array; dtype by the array's unless given."""
-        types = {"float32": ti.f32, "float16": ti.f16, "uint8": ti.u8, "int32": ti.i32, "uint32": ti.u32}
+        types = {"float32": ti.f32, "float16": ti.f16, "uint8": ti.u8, "int32": ti.i32, "uint64": ti.u64}
         out = self.pool.field(dtype or types[array.dtype.name], array.shape)
         out.from_numpy(array)
         return out

@@ -233,7 +233,7 @@ def absurd(gf):
 def use(gf, n_ctx, cache_dtype, layout, matrix_types):
     """Do what loading does before it allocates; returns the error message, or nothing if the file passed."""
     from tmla.config import MLAConfig, check_tensors  # here, so that collecting tests does not import a backend
-    from tmla.weights import make_plan
+    from tmla.plan import make_plan
 
     try:
         cfg = MLAConfig.from_gguf(gf)

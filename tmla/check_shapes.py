@@ -11,6 +11,7 @@ from tmla import state, weights
 from tmla.check_layer import LayerCheck, Result
 from tmla.check_weights import layer_roles, split
 from tmla.config import MLAConfig
+from tmla.plan import make_plan
 from tmla.runtime import FieldPool, caps
 
 N_CTX, POSITION = 101, 77  # three tiles of rows, the last one begun
@@ -112,7 +113,7 @@ def check_odd_shapes(cfg: MLAConfig) -> list[Result]:
 
 
 def _check_form(cfg: MLAConfig, where: str, cache_dtype: str, rng: np.random.Generator) -> list[Result]:
-    plan = weights.make_plan(cfg, N_CTX, cache_dtype, caps().layout)
+    plan = make_plan(cfg, N_CTX, cache_dtype, caps().layout)
     pool = FieldPool()
     try:
         a = weights.AttentionBank(plan.attention[0], cfg, cache_dtype, pool, pool)

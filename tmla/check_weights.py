@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tmla import weights
+from tmla import plan
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile, q8_0_split
 from tmla.stages.linear import matvec_q8_ref
@@ -49,9 +49,9 @@ class FileWeights:
         return self._block + source + ("" if "." in source else ".weight")
 
 
-def layer_roles(cfg: MLAConfig, *, moe: bool) -> dict[str, weights.Role]:
+def layer_roles(cfg: MLAConfig, *, moe: bool) -> dict[str, plan.Role]:
     """Roles of a whole layer, by field name."""
-    return weights.attention_roles(cfg) | weights.ffn_roles(cfg, moe=moe)
+    return plan.attention_roles(cfg) | plan.ffn_roles(cfg, moe=moe)
 
 
 def split(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tmla import memory, runtime, state, weights
+from tmla import memory, runtime, state
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile
 from tmla.gguf_kind import show
+from tmla.plan import make_plan
 
 CPU = runtime.Caps("cpu", "none", 1, "bytes", False)  # what sizes are computed for without starting a backend
 _WIDE = 400  # characters of one note that are shown
@@ -54,7 +55,7 @@ def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", arch: st
         A tensor, or the cache of one layer, is larger than a field can be.
     """
     layout = "bytes" if (arch or runtime.default_arch()) == "cpu" else "words"
-    plan = weights.make_plan(cfg, n_ctx, cache_dtype, layout)
+    plan = make_plan(cfg, n_ctx, cache_dtype, layout)
     pool: Any = _CountingPool()
     state.State(cfg, 1, CPU, pool, cfg.n_vocab)
     scratch = pool.n_bytes + (n_ctx - 1) * state.table_bytes_per_position(cfg)

@@ -41,7 +41,7 @@ def attention_cpu(w: ti.template(), s: ti.template()):
         s.proj, w.row0, w.kv_a_norm, s.layer_attn, w.first, w.eps, s.rope, w.half_pairs, w.cache, s.pos
     )
     absorb.absorb_loop(w, s.layer_attn, s.q, s.scale, s.pos, s.qa)
-    attention.attention_loop(w.cache, s.layer_attn, w.first, s.pos, s.qa, w.row_width, s.attn)
+    attention.attention_loop(w, s.layer_attn, s.pos, s.qa, s.attn)
     v_combine.join_splits_loop(s.pos, s.attn, s.mix)
     v_combine.v_combine_loop(w, s.layer_attn, s.mix, s.o)
     linear.matvec_loop(w.attn_out_q, w.attn_out_d, s.layer_attn, w.first, s.o, 0, w.residual_scale, True, s.x)

@@ -1,6 +1,7 @@
 """A loaded model: the Python decode loop over layers."""
 
 import os
+import pathlib
 import time
 import weakref
 
@@ -9,6 +10,8 @@ import taichi as ti
 
 from tmla import config, layer, memory, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
+from tmla.plan import largest_cache, make_plan
+from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
 from tmla.tokenizer import Tokenizer
@@ -33,7 +36,7 @@ class Model:
         self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
-        plan = weights.make_plan(cfg, n_ctx, cache_dtype, caps.layout)
+        plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout)
         pools = [runtime.FieldPool() for _ in range(3)]
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
@@ -220,8 +223,13 @@ def _free_pools(pools) -> None:
         pool.destroy()
 
 
+def demo_path() -> pathlib.Path:
+    """The small trained model that the package carries: DeepSeek-V2's structure, 11 M parameters, old novels."""
+    return pathlib.Path(__file__).parent / "data" / "demo.gguf"
+
+
 def load(
-    path,
+    path: str | os.PathLike | None = None,
     *,
     arch: str | None = None,
     n_ctx: int | str = 4096,
@@ -229,13 +237,15 @@ def load(
     overrides: dict | None = None,
     progress=None,
     threads: int | None = None,
+    requantize: bool = False,
 ) -> Model:
     """Load a DeepSeek-style GGUF model.
 
     Parameters
     ----------
-    path : str or os.PathLike
-        GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16.
+    path : str or os.PathLike, optional
+        GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16. Default: the small trained model
+        that the package carries (:func:`demo_path`).
     arch : {"metal", "cuda", "vulkan", "cpu"}, optional
         Backend. Default "metal" on macOS, else "cpu"; never replaced by another.
     n_ctx : int or "max"
@@ -249,6 +259,8 @@ def load(
         Called with (done_bytes, total_bytes) while weights are copied.
     threads : int, optional
         CPU threads; counts for the first model of a process.
+    requantize : bool
+        Accept matrices of other types and round them to Q8_0 while loading (:mod:`tmla.requantize`).
 
     Returns
     -------
@@ -266,7 +278,8 @@ def load(
     if cache_dtype not in ("f16", "f32"):
         raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
     start = time.perf_counter()
-    gf, cfg = config.open_checked(os.fspath(path), overrides=overrides)
+    path = demo_path() if path is None else path
+    gf, cfg = open_checked(os.fspath(path), overrides=overrides, requantize=requantize)
     try:
         tokenizer = Tokenizer.from_gguf(gf)
         config.check_finite(gf, cfg)
@@ -283,10 +296,10 @@ def load(
 
 def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
     """Check that weights, cache and scratch fit the memory; resolve "max"."""
-    plan = weights.make_plan(cfg, 1, cache_dtype, caps.layout)
+    plan = make_plan(cfg, 1, cache_dtype, caps.layout)
     per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
     available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = weights.largest_cache(cfg, cache_dtype)
+    limit = largest_cache(cfg, cache_dtype)
     if n_ctx == "max":
         fits = min(cfg.context_length, limit)
         if available is not None:

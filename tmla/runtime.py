@@ -186,8 +186,13 @@ class FieldPool:
         return out
 
     def destroy(self) -> None:
-        """Free every field of the pool. Fields of a runtime that was reset are gone already."""
+        """Free every field of the pool. Fields of a runtime that was reset are gone already.
+
+        On Metal the memory stays taken until the process ends: Taichi 1.7.4 cannot free a tree there.
+        """
         trees, self._trees = self._trees, []
+        if _caps is None or _caps.arch == "metal":
+            trees = []
         for tree in trees:
             tree.destroy()
         self.n_bytes = 0
@@ -232,9 +237,7 @@ def _subgroup_width() -> int:
                 width[0] = ti.simt.subgroup.group_size()
 
     ask()
-    n = int(width[0])
-    pool.destroy()
-    return n
+    return int(width[0])  # the field stays: not every backend can free one
 
 
 @contextlib.contextmanager

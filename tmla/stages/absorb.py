@@ -258,7 +258,9 @@ def query(w, layer, q, proj, table, scale, pos, qa, next_layer):
     else:
         absorb(w, layer, q, scale, pos, qa)
         rope_query(q, w.n_nope, table, pos, w.half_pairs, scale, qa, w.n_latent)
-        cache_row(proj, w.row0, w.kv_a_norm, layer, w.eps, table, w.half_pairs, w.cache, pos, f32=w.cache_f32)
+        cache_row(
+            proj, w.row0, w.kv_a_norm, layer, w.eps, table, w.half_pairs, w.cache, pos, f32=w.cache_f32, first=w.first
+        )
 
 
 def w_uk_ref(w_q, w_d, n_heads, n_nope, n_v, *, split):

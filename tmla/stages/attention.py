@@ -102,55 +102,44 @@ def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()
 
 
 @ti.func
-def attention_loop(
-    cache: ti.template(),
-    layer: ti.template(),
-    first_layer: ti.template(),
-    pos: ti.template(),
-    qa: ti.template(),
-    width,
-    a: ti.template(),
-):
+def attention_loop(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
     for s in range(a.part.shape[0]):
-        n_rows = pos[0] + 1
+        n_rows, lay = pos[0] + 1, layer[0] - w.first
         span = split_span(n_rows, a.part.shape[0], TILE)
         first = s * span[0]
         n_tiles = (n_rows + TILE - 1) // TILE
         for tile in range(first, ti.min(first + span[0], n_tiles)):
             t0 = tile * TILE
             t1 = ti.min(t0 + TILE, n_rows)
-            _tile_scores(cache, layer[0] - first_layer, t0, t1, qa, width, s, a.scores)
+            _tile_scores(w.cache, lay, t0, t1, qa, w.row_width, s, a.scores)
             _tile_softmax(s, t1 - t0, tile == first, a)
-            _tile_values(cache, layer[0] - first_layer, t0, t1, s, tile == first, a)
+            _tile_values(w.cache, lay, t0, t1, s, tile == first, a)
 
 
 @ti.kernel
-def _attention(
-    cache: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), width: ti.i32, a: ti.template()
-):
-    attention_loop(cache, layer, 0, pos, qa, width, a)
+def _attention(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
+    attention_loop(w, layer, pos, qa, a)
 
 
-def attention(cache, layer, pos, qa, width, scratch):
+def attention(w, layer, pos, qa, scratch):
     """CPU: attend from every head to the first ``pos[0] + 1`` cached rows.
 
     Parameters
     ----------
-    cache : ti.Field, f16 or f32 [L, T, C + R]
+    w : AttentionBank
+        ``cache`` f16 or f32 [L, T, C + R], ``first``, ``row_width`` (C + R).
     layer, pos : ti.Field, i32 [1]
     qa : ti.Field, f32 [1, H, >= C + R]
         Fused query rows, score scale included.
-    width : int
-        C + R.
     scratch : AttentionScratch
-        ``scores`` [S, H, TILE], ``rescale`` [S, H], ``top``, ``total`` [H, S], ``part`` [S, H, C], all f32. Of the splits
-        used, `top` (maximum), `total` (sum of weights) and `part` (weighted latent sum) are written whole.
+        ``scores`` [S, H, TILE], ``rescale`` [S, H], ``top``, ``total`` [H, S], ``part`` [S, H, C], all f32. Of the
+        splits used, `top` (maximum), `total` (sum of weights) and `part` (weighted latent sum) are written whole.
 
     Notes
     -----
     Reads ``(C + R) * bytes`` per cached row; ``2 H (2 C + R)`` operations a row. Reference: :func:`attention_ref`.
     """
-    _attention(cache, layer, pos, qa, width, scratch)
+    _attention(w, layer, pos, qa, scratch)
 
 
 def attention_ref(rows, qa, n_latent):

@@ -384,4 +384,4 @@ def attend(w, layer, pos, qa, scratch):
     if runtime.caps().gpu:
         _attention_tiles(tile(), w, layer, pos, qa, scratch)
     else:
-        attention(w.cache, layer, pos, qa, w.row_width, scratch)
+        attention(w, layer, pos, qa, scratch)

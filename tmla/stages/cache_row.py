@@ -112,13 +112,14 @@ def _cache_row_loop(
     row0: ti.template(),
     w: ti.template(),
     layer: ti.template(),
+    first: ti.template(),
     eps: ti.f32,
     table: ti.template(),
     half: ti.template(),
     cache: ti.template(),
     pos: ti.template(),
 ):
-    cache_row_loop(proj, row0, w, layer, 0, eps, table, half, cache, pos)
+    cache_row_loop(proj, row0, w, layer, first, eps, table, half, cache, pos)
 
 
 @ti.kernel
@@ -127,6 +128,7 @@ def _cache_row_simt(
     row0: ti.template(),
     w: ti.template(),
     layer: ti.template(),
+    first: ti.template(),
     eps: ti.template(),
     table: ti.template(),
     half: ti.template(),
@@ -137,11 +139,11 @@ def _cache_row_simt(
     ti.loop_config(block_dim=BLOCK)
     for i in range(BLOCK):
         part = ti.simt.block.SharedArray(ti.static(BLOCK // width()), ti.f32)
-        cache_row_block(i, part, proj, row0, w, layer[0], eps, table, half, cache, pos, f32, BLOCK)
+        cache_row_block(i, part, proj, row0, w, layer[0] - first, eps, table, half, cache, pos, f32, BLOCK)
 
 
-def cache_row(proj, row0, w, layer, eps, table, half, cache, pos, *, f32):
-    """Write ``cache[layer[0], pos[0]]``.
+def cache_row(proj, row0, w, layer, eps, table, half, cache, pos, *, f32, first=0):
+    """Write ``cache[layer[0] - first, pos[0]]``.
 
     Parameters
     ----------
@@ -158,9 +160,9 @@ def cache_row(proj, row0, w, layer, eps, table, half, cache, pos, *, f32):
         The words hold f32 (GPUs).
     """
     if runtime.caps().gpu:
-        _cache_row_simt(proj, row0, w, layer, eps, table, half, cache, pos, f32)
+        _cache_row_simt(proj, row0, w, layer, first, eps, table, half, cache, pos, f32)
     else:
-        _cache_row_loop(proj, row0, w, layer, eps, table, half, cache, pos)
+        _cache_row_loop(proj, row0, w, layer, first, eps, table, half, cache, pos)
 
 
 def cache_field(n_layers, n_ctx, row_width, dtype, layout):

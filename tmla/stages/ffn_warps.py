@@ -14,7 +14,7 @@ import taichi as ti
 from tmla import runtime
 from tmla.stages.ffn import ffn as ffn_cpu
 from tmla.stages.ffn import silu
-from tmla.stages.lanes import cdiv, lane_sum, log2, width
+from tmla.stages.lanes import cdiv, lane_sum, log2, pow2, width
 from tmla.stages.router import choose_block, weight_of
 from tmla.stages.words import WORD, Tiling, dot_word, rms_factor, row_parts, rows_dot
 
@@ -262,12 +262,11 @@ def ffn_down(
 ):
     """x += residual_scale * (all down projections); `next_layer` i32 [1] takes the layer's number plus one."""
     wd, n_out = ti.static(width(), x.shape[1])
-    block = ti.static(cdiv(w.n_segments * width(), 32) * 32)
+    block = ti.static(pow2(w.n_segments * width()))  # Metal takes powers of two alone
     ti.loop_config(block_dim=block)
     for i in range(ti.static(cdiv(x.shape[1], t.rows) * block)):
         part = ti.simt.block.SharedArray(w.n_segments * t.rows, ti.f32)
-        blk = i // block
-        tid = i - blk * block
+        tid, blk = i & (block - 1), i >> ti.static(log2(pow2(w.n_segments * width())))
         lane = tid & ti.static(wd - 1)
         seg = ti.min(tid >> ti.static(log2(wd)), w.n_segments - 1)  # spare warps of narrow lanes repeat the last one
         lay = layer[0] - w.first

@@ -44,7 +44,7 @@ def lane_sum(v):
             bits = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(r, ti.i32), width() >> (k + 1))
             r += ti.bit_cast(bits, ti.f32)
     else:
-        r = ti.simt.subgroup.reduce_add(v)
+        r = ti.cast(ti.simt.subgroup.reduce_add(v), ti.f32)  # Taichi 1.7.4 takes the result for an i32
     return r
 
 
@@ -57,7 +57,7 @@ def lane_max(v):
             bits = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(r, ti.i32), width() >> (k + 1))
             r = ti.max(r, ti.bit_cast(bits, ti.f32))
     else:
-        r = ti.simt.subgroup.reduce_max(v)
+        r = ti.cast(ti.simt.subgroup.reduce_max(v), ti.f32)
     return r
 
 

@@ -17,7 +17,9 @@ import taichi as ti
 from tmla import runtime
 from tmla.stages.lanes import cdiv
 
-DROPPED = -3.0e38  # below every score: an expert that can't be chosen any more
+DROPPED = -1.0e38  # below every score: an expert whose group is out
+TAKEN = -2.0e38  # below that: one that is chosen already
+KEPT = -3.0e38  # below that: a group whose experts stay
 BLOCK = 256
 
 
@@ -87,13 +89,13 @@ def _drop_groups(r: ti.template(), n_groups: ti.template(), n_groups_used: ti.te
     for g in range(n_groups):
         r.group[g] = _two_best(r.select, g * size, size)
     for _ in range(n_groups_used):
-        pick, value = 0, 2.0 * DROPPED
+        pick, value = 0, KEPT
         for g in range(n_groups):
             if r.group[g] > value:
                 pick, value = g, r.group[g]
-        r.group[pick] = -ti.math.inf  # kept
+        r.group[pick] = KEPT
     for e in range(r.select.shape[0]):
-        if r.group[e // size] > 2.0 * DROPPED:
+        if r.group[e // size] > KEPT:
             r.select[e] = DROPPED
 
 
@@ -111,11 +113,11 @@ def router_choose_loop(w: ti.template(), layer: ti.template(), r: ti.template())
             _drop_groups(r, w.routing.n_groups, w.routing.n_groups_used)
         total = 0.0
         for k in range(w.routing.n_used):
-            pick, value = 0, 2.0 * DROPPED
+            pick, value = 0, TAKEN
             for e in range(r.logit.shape[1]):  # the first of equals wins, as in a stable sort
                 if r.select[e] > value:
                     pick, value = e, r.select[e]
-            r.select[pick] = 2.0 * DROPPED
+            r.select[pick] = TAKEN
             r.expert[0, k] = pick
             r.weight[0, k] = r.score[0, pick]
             total += r.score[0, pick]
