@@ -23,7 +23,7 @@ STRUCTURAL = {
     "offset_outside": "'output_norm.weight' .* file ends at byte",
     "truncated_data": "file ends at byte 153504",
     "truncated_header": "file ends at byte 3000",
-    "version_1": "GGUF version 1",
+    "version_1": r"GGUF version 1 \(2023\)",
     "wrong_magic": "'GGML'",
 }
 
