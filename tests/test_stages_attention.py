@@ -95,7 +95,7 @@ def test_query_gives_the_scores_of_expanded_attention(field, rng, split, h, n, v
     """q . k with expanded keys k = [w_uk c_kv ; k_pe] in float64: another algebra than the kernel's."""
     bank, kv = attention_bank(field, rng, h=h, n=n, v=v, c=c, r=r, split=split, dtype="f32", n_ctx=8, half=half)
     proj, row = rng.standard_normal((1, bank.row0 + c + r), np.float32), rng.standard_normal(c + r)
-    scale, t, pos = rng.uniform(0.05, 0.2, 8).astype(np.float32), table(8, r), 5
+    scale, t, pos = rng.uniform(2.0, 5.0, 8).astype(np.float32), table(8, r), 5
     proj_field, qa = field(proj), field.poisoned(1, h, cdiv(c + r, 4) * 4)
     absorb.query(
         bank,
