@@ -1,6 +1,6 @@
 """One layer, and what stands before and behind the layers: the stages in order, composed into kernels.
 
-On CPU a layer is one kernel of ten loops; on a GPU two kernels of three to five dispatches, MLA block and FFN; where
+A layer is two kernels, MLA block and FFN, of nine and five loops on CPU, of three to five dispatches on a GPU; where
 kernels of several loops compile badly (CUDA, :attr:`tmla.runtime.Caps.fuse`), one kernel a dispatch. No kernel
 takes a number: position and layer stand in one-element fields that the kernels advance themselves, so that a launch
 costs as little as Taichi allows. :func:`layer_stages` launches every stage by itself, for those who want to look at
@@ -28,9 +28,10 @@ from tmla.stages import (
 )
 
 
-@ti.func
+@ti.kernel
 def attention_cpu(w: ti.template(), s: ti.template()):
-    """The MLA block: x += W_o attention(norm(x))."""
+    """The MLA block: x += W_o attention(norm(x)); nine loops."""
+    s.layer_ffn[0] = s.layer_attn[0]
     norm.rms_norm_loop(s.x, 0, w.attn_norm, s.layer_attn, w.first, w.eps, s.xn)
     linear.matvec_loop(w.proj_q, w.proj_d, s.layer_attn, w.first, s.xn, 0, 1.0, False, s.proj)
     if ti.static(w.has_q_lora):
@@ -47,23 +48,16 @@ def attention_cpu(w: ti.template(), s: ti.template()):
     linear.matvec_loop(w.attn_out_q, w.attn_out_d, s.layer_attn, w.first, s.o, 0, w.residual_scale, True, s.x)
 
 
-@ti.func
+@ti.kernel
 def ffn_cpu(w: ti.template(), s: ti.template()):
-    """x += FFN(norm(x)), dense or a mixture of experts."""
+    """x += FFN(norm(x)), dense or a mixture of experts; three to five loops."""
+    s.layer_attn[0] = s.layer_ffn[0] + 1
     norm.rms_norm_loop(s.x, 0, w.ffn_norm, s.layer_ffn, w.first, w.eps, s.xn)
     if ti.static(w.moe):
         router.router_logits_loop(w, s.layer_ffn, s.xn, s.route.logit)
         router.router_choose_loop(w, s.layer_ffn, s.route)
     ffn.ffn_up_loop(w, s.layer_ffn, s.xn, s.route, w.hidden)
     ffn.ffn_down_loop(w, s.layer_ffn, s.route, w.hidden, s.x)
-
-
-@ti.kernel
-def layer_cpu(a: ti.template(), f: ti.template(), s: ti.template()):
-    attention_cpu(a, s)
-    s.layer_ffn[0] = s.layer_attn[0]
-    ffn_cpu(f, s)
-    s.layer_attn[0] = s.layer_attn[0] + 1
 
 
 ALL = -1  # every dispatch of a kernel that can also be compiled one dispatch at a time
@@ -214,7 +208,7 @@ class Steps:
 
         def layers(short):
             if not gpu:
-                return [[bound(layer_cpu, bank_of[i], ffn_of[i], state)] for i in bank_of]
+                return [[bound(attention_cpu, bank_of[i], state), bound(ffn_cpu, ffn_of[i], state)] for i in bank_of]
             return [
                 [
                     bound(attention_gpu, bank_of[i], state, short, p)

@@ -15,6 +15,7 @@ from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
 from tmla.tokenizer import Tokenizer
+from tmla.upload import Writer
 
 
 class Model:
@@ -50,7 +51,10 @@ class Model:
         self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
-        weights.load_weights(gf, [self._globals, *self.attention_banks, *self.ffn_banks], progress)
+        banks = [self._globals, *self.attention_banks, *self.ffn_banks]
+        writer = Writer([f for bank in banks for f in bank.fields] + [self._state.rope, self._state.scale])
+        self._state.write_tables(writer)
+        weights.load_weights(gf, banks, writer, progress)
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
         self._last_token = -1
         self.memory = {

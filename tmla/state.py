@@ -8,6 +8,7 @@ from tmla.runtime import Caps, FieldPool
 from tmla.stages.attention import TILE
 from tmla.stages.ffn_warps import segment_len, segment_size
 from tmla.stages.lanes import cdiv
+from tmla.upload import Writer
 
 MAX_CHOSEN = 64  # greedy tokens between two read-backs
 CPU_SPLITS = 8  # parts of the context that CPU threads share out
@@ -77,8 +78,13 @@ class State:
         self.route = RouterScratch(pool, cfg.n_experts, cfg.n_experts_used, cfg.n_expert_groups)
         self.rope = pool.field(ti.f32, (n_ctx, cfg.qk_rope_head_dim // 2, 2))
         self.scale = pool.field(ti.f32, (n_ctx,))
-        self.rope.from_numpy(cfg.rope_table(n_ctx))
-        self.scale.from_numpy((cfg.softmax_scale * cfg.temperature_table(n_ctx).astype(np.float64)).astype(np.float32))
+        self._cfg, self._n_ctx = cfg, n_ctx
+
+    def write_tables(self, writer: Writer) -> None:
+        """Fill the rope and scale tables; float64, rounded once."""
+        scale = self._cfg.softmax_scale * self._cfg.temperature_table(self._n_ctx).astype(np.float64)
+        writer.put_all(self._cfg.rope_table(self._n_ctx), self.rope)
+        writer.put_all(scale.astype(np.float32), self.scale)
 
 
 def hidden_shapes(cfg: MLAConfig, *, gpu: bool) -> dict[bool, tuple[int, int]]:

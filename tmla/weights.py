@@ -1,19 +1,14 @@
 """Weights in Taichi fields: the banks that the plan names, and the load into them."""
 
 import numpy as np
-import taichi as ti
 
 from tmla.config import MIN_WEIGHT_SUM, MLAConfig
-from tmla.gguf_file import q8_0_split
 from tmla.plan import BankPlan, Plan, global_roles
 from tmla.runtime import FieldPool
 from tmla.stages.cache_row import cache_numpy
 from tmla.stages.ffn_warps import segment_size
-from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.router import Routing
-from tmla.stages.words import WORD
-
-UPLOAD_BLOCKS = 1 << 19  # Q8_0 blocks per upload: 17 MB; a software Vulkan device takes 65,535 work groups a dispatch
+from tmla.upload import Writer
 
 
 class Bank:
@@ -23,8 +18,11 @@ class Bank:
 
     def __init__(self, plan: BankPlan, pool: FieldPool, cache_pool: FieldPool):
         self.first, self.n, self.roles = plan.first, plan.n, plan.roles
+        self.fields = []  # all but the cache
         for name, (dtype, shape) in plan.fields.items():
-            setattr(self, name, (cache_pool if name == "cache" else pool).field(dtype, shape))
+            f = (cache_pool if name == "cache" else pool).field(dtype, shape)
+            setattr(self, name, f)
+            self.fields += [f] * (name != "cache")
 
 
 class AttentionBank(Bank):
@@ -87,70 +85,16 @@ class Globals:
     def __init__(self, plan: Plan, cfg: MLAConfig, pool: FieldPool):
         self.roles = global_roles(cfg)
         self.first, self.n = 0, 1
+        self.fields = []
         for name, (dtype, shape) in plan.globals.items():
             setattr(self, name, pool.field(dtype, shape))
+            self.fields.append(getattr(self, name))
         if cfg.tied_head:
             self.head_q, self.head_d = self.embd_q, self.embd_d
         self.eps, self.embd_scale, self.logit_scale = cfg.rms_eps, cfg.embd_scale, cfg.logit_scale
 
 
-@ti.kernel
-def _put_bytes(
-    raw: ti.types.ndarray(ti.u8, 2), n: ti.i32, w_q: ti.template(), w_d: ti.template(), layer: ti.i32, row0: ti.i32
-):
-    n_block = ti.static(w_d.shape[2])
-    for o in range(n):
-        for b in range(n_block):
-            src = o * n_block + b
-            for j in ti.static(range(Q8_BLOCK)):  # unrolled: a copy that LLVM cannot vectorise, 2.5 times a plain loop
-                w_q[layer, row0 + o, b * Q8_BLOCK + j] = raw[src, 2 + j]
-            bits = ti.cast(raw[src, 0], ti.u16) | (ti.cast(raw[src, 1], ti.u16) << ti.u16(8))
-            w_d[layer, row0 + o, b] = ti.bit_cast(bits, ti.f16)
-
-
-@ti.kernel
-def _put_words(
-    quants: ti.types.ndarray(ti.u64, 2),
-    scales: ti.types.ndarray(ti.f16, 2),
-    n: ti.i32,
-    w_q: ti.template(),
-    w_d: ti.template(),
-    layer: ti.i32,
-    row0: ti.i32,
-):
-    for i in range(n * w_d.shape[2]):
-        o = i // w_d.shape[2]
-        b = i - o * w_d.shape[2]
-        for j in ti.static(range(Q8_BLOCK // WORD)):
-            w_q[layer, row0 + o, b * (Q8_BLOCK // WORD) + j] = quants[o, b * (Q8_BLOCK // WORD) + j]
-        w_d[layer, row0 + o, b] = scales[o, b]
-
-
-def put_q8(blocks: np.ndarray, w_q, w_d, layer: int, row0: int) -> None:
-    """Copy Q8_0 rows, u8 [rows, I/32, 34] contiguous, into ``w_q[layer, row0:]`` and ``w_d[layer, row0:]``."""
-    n_rows, n_block = blocks.shape[:2]
-    step = max(1, UPLOAD_BLOCKS // n_block)
-    for r in range(0, n_rows, step):
-        part = blocks[r : r + step]
-        if w_q.dtype == ti.u8:
-            _put_bytes(part.reshape(-1, 34), len(part), w_q, w_d, layer, row0 + r)
-        else:
-            quants, scales = q8_0_split(part)
-            words = np.ascontiguousarray(quants).reshape(len(part), -1).view(np.uint64)
-            _put_words(words, np.ascontiguousarray(scales), len(part), w_q, w_d, layer, row0 + r)
-
-
-@ti.kernel
-def _put_f32(values: ti.types.ndarray(ti.f32, 1), f: ti.template(), layer: ti.i32):
-    if ti.static(len(f.shape) == 2):
-        for i in range(f.shape[1]):
-            f[layer, i] = values[i]
-    else:
-        for i in range(f.shape[1] * f.shape[2]):
-            f[layer, i // f.shape[2], i % f.shape[2]] = values[i]
-
-
-def load_weights(gf, banks, progress=None) -> None:
+def load_weights(gf, banks, writer: Writer, progress=None) -> None:
     """Copy every tensor of the file into its field.
 
     Parameters
@@ -159,6 +103,7 @@ def load_weights(gf, banks, progress=None) -> None:
         Checked by :func:`tmla.config.check_tensors`.
     banks : sequence of Bank and Globals
         Each with ``roles``, ``first`` and ``n``.
+    writer : Writer
     progress : callable, optional
         Called with (done_bytes, total_bytes) after each tensor; bytes in the file.
     """
@@ -179,14 +124,14 @@ def load_weights(gf, banks, progress=None) -> None:
             w_q, w_d = getattr(bank, name + "_q"), getattr(bank, name + "_d")
             blocks = gf.q8_0_blocks(source)
             if role.half is None:
-                put_q8(blocks, w_q, w_d, layer, row0)
+                writer.put_q8(blocks, w_q, w_d, layer, row0)
             else:  # fused: per expert gate rows, then up rows
                 f = role.rows // role.n_experts
                 for e in range(role.n_experts):
                     start = (2 * e + role.half) * f
-                    put_q8(blocks[start : start + f], w_q, w_d, layer, e * f)
+                    writer.put_q8(blocks[start : start + f], w_q, w_d, layer, e * f)
         else:
-            _put_f32(np.ascontiguousarray(gf.array(source), np.float32).reshape(-1), getattr(bank, name), layer)
+            writer.put_f32(gf.array(source), getattr(bank, name), layer)
         done += gf.tensors[source].n_bytes
         if progress is not None:
             progress(done, total)

@@ -43,16 +43,17 @@ def activation(
 def ffn_up_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template(), hidden: ti.template()):
     """hidden[0, i] for all K * Fe + Fs activations."""
     n_routed = ti.static(w.n_used * w.expert_ffn_dim)
-    for i in range(n_routed + w.common_ffn_dim):
-        if ti.static(n_routed > 0):
-            if i < n_routed:
-                k = i // w.expert_ffn_dim
-                row = r.expert[0, k] * w.expert_ffn_dim + i % w.expert_ffn_dim
+    # Two plain loops: with both parts behind a branch of one, or an expert found by dividing the index, LLVM does not
+    # vectorise the sums (2.3 and 5 times slower: docs/log.md).
+    if ti.static(n_routed > 0):
+        for i in range(w.expert_ffn_dim):
+            for k in range(w.n_used):
+                row = r.expert[0, k] * w.expert_ffn_dim + i
                 a = activation(w, w.gate_exps_q, w.gate_exps_d, w.up_exps_q, w.up_exps_d, layer[0] - w.first, row, x)
-                hidden[0, i] = r.weight[0, k] * a
-        if ti.static(w.common_ffn_dim > 0):
-            if i >= n_routed:
-                hidden[0, i] = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, i - n_routed, x)
+                hidden[0, k * w.expert_ffn_dim + i] = r.weight[0, k] * a
+    if ti.static(w.common_ffn_dim > 0):
+        for i in range(w.common_ffn_dim):
+            hidden[0, n_routed + i] = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, i, x)
 
 
 @ti.func
