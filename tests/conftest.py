@@ -31,7 +31,7 @@ class OracleFolder(type(pathlib.Path())):
         return path
 
 
-def test_arch() -> str:
+def backend() -> str:
     """Backend the suite runs on."""
     return os.environ.get("TMLA_TEST_ARCH") or runtime.default_arch()
 
@@ -44,7 +44,7 @@ def oracle() -> pathlib.Path:
 @pytest.fixture(scope="session")
 def arch() -> str:
     """Start the backend under test and give its name."""
-    return runtime.init(test_arch()).arch
+    return runtime.init(backend()).arch
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 import tmla
 from tests.conftest import oracle_dir
-from tests.conftest import test_arch as backend
+from tests.conftest import backend
 from tests.v2_lite import config as v2_lite_config
 from tmla import check, check_extent, cli, cli_check, reference
 from tmla.check_layer import LayerCheck, Result, relative_error

@@ -1,12 +1,13 @@
 """The whole model against the float64 oracle, and the behaviour of its public API."""
 
 import gc
+import os
 
 import numpy as np
 import pytest
 
 import tmla
-from tests.conftest import oracle_dir
+from tests.conftest import backend, oracle_dir
 from tmla import layer, runtime, state
 
 SIGMA = 1e-4  # f32 arithmetic, f32 cache: the oracle's tolerance, 6 times what f32 needs
@@ -27,6 +28,13 @@ FILES = [
     "minicpm3_longrope",
     "plm",
 ]
+
+
+# Software Vulkan takes minutes for what a GPU does at once: it runs some files, the others on TMLA_ALL=1.
+SLOW_BACKEND = backend() == "vulkan" and os.environ.get("TMLA_ALL", "0") in ("", "0")
+LONG_FILES = ["dsv2_mini", "dsv2_split"] if SLOW_BACKEND else FILES
+if SLOW_BACKEND:
+    FILES = ["dsv2_mini", "dsv2_split", "dsv3", "minicpm3", "plm"]
 
 
 def error_in_sigma(got, ref):
@@ -53,12 +61,14 @@ def test_oracle_f32(oracle, arch, name):
     assert error_in_sigma(cache_rows(model, len(z["tokens"])), z["np_cache"]) < SIGMA
     first = int(logits[-1].argmax())
     assert [first, *model.decode_greedy(first, 15)] == z["np_greedy"].tolist()
+    if name not in LONG_FILES:
+        return
     model.reset()
     long = np.stack([model.prefill(z["long_tokens"][:-15]), *(model.decode(int(t)) for t in z["long_tokens"][-15:])])
     assert error_in_sigma(long, z["long_np_logits"]) < SIGMA
 
 
-@pytest.mark.parametrize("name", ["dsv2_lite", "dsv2_lite_27l", "dsv2_split"])
+@pytest.mark.parametrize("name", ["dsv2_mini"] if SLOW_BACKEND else ["dsv2_lite", "dsv2_lite_27l", "dsv2_split"])
 def test_oracle_f16_cache(oracle, arch, name):
     z = np.load(oracle / f"{name}.npz")
     logits = load(oracle, arch, name, cache_dtype="f16").prefill(z["tokens"], all_logits=True)
