@@ -60,14 +60,16 @@ TABLE = {
     "check_layer": f"{_FILE} config runtime stages.* layer weights state check_weights",
     "check_shapes": f"{_FILE} config runtime stages.* layer plan weights upload state check_weights check_layer",
     "check_extent": f"{_FILE} config check_weights",
-    "check": f"{_FILE} config runtime stages.* layer model reference"
+    "check": f"{_FILE} config requantize runtime stages.* layer model reference"
     " check_weights check_layer check_shapes check_extent",
     "": "errors reference model generate chat",  # `import tmla`: the public names
     "cli_terminal": "",
     "cli_check": "errors check cli_terminal",
     "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
-    "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check"
-    " .",  # the dot: the package itself, for its version
+    "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
+    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run cli_template",
+    "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
+    " cli_template .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 

@@ -15,9 +15,9 @@ from tmla.check_extent import Extent, choose_extent, fewer_layers, values_per_se
 from tmla.check_layer import TOLERANCE, LayerCheck, Result, check_ends, relative_error
 from tmla.check_shapes import check_odd_shapes
 from tmla.check_weights import FileWeights, split
-from tmla.config import open_checked
 from tmla.errors import ContextError, NumericsError
 from tmla.model import Model, load
+from tmla.requantize import open_checked
 from tmla.stages.embed import embed_ref
 
 TOLERANCE_MODEL = 1e-4  # of the standard deviation: f32 arithmetic reaches 1e-5
@@ -49,6 +49,7 @@ def run_check(
     n_tokens: int | None = None,
     threads: int | None = None,
     overrides: dict[str, Any] | None = None,
+    requantize: bool = False,
     step: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     max_reference_s: float = MAX_REFERENCE_S,
 ) -> Report:
@@ -56,7 +57,7 @@ def run_check(
 
     Parameters
     ----------
-    path, arch, threads, overrides
+    path, arch, threads, overrides, requantize
         As for :func:`tmla.load`.
     n_tokens : int, optional
         Prompt length, 2 to ``N_CTX``. Default 8, fewer where the reference would take more than `max_reference_s`; then
@@ -80,7 +81,7 @@ def run_check(
         raise ContextError(
             f"a check of {n_tokens} tokens was asked for, expected 2 (position 0 has no rope) to {N_CTX}"
         )
-    gf, cfg = open_checked(path, overrides=overrides)
+    gf, cfg = open_checked(path, overrides=overrides, requantize=requantize)
     with gf:
         if n_tokens is None:
             extent = choose_extent(cfg, values_per_second(gf), max_reference_s)
@@ -91,10 +92,17 @@ def run_check(
         if not callable(progress):
             progress = None
         model = load(
-            path, arch=arch, n_ctx=N_CTX, cache_dtype="f32", overrides=overrides, progress=progress, threads=threads
+            path,
+            arch=arch,
+            n_ctx=N_CTX,
+            cache_dtype="f32",
+            overrides=overrides,
+            progress=progress,
+            threads=threads,
+            requantize=requantize,
         )
     tokens = np.random.default_rng(0).integers(0, cfg.n_vocab, extent.n_tokens).tolist()
-    report = check_model(model, path, tokens, overrides=overrides, step=step)
+    report = check_model(model, path, tokens, overrides=overrides, requantize=requantize, step=step)
     if extent.n_layers < cfg.n_layers:
         report.notes.append(f"the first {extent.n_layers} of {cfg.n_layers} layers were loaded and checked")
     return report
@@ -106,6 +114,7 @@ def check_model(
     tokens: list[int],
     *,
     overrides: dict[str, Any] | None = None,
+    requantize: bool = False,
     step: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Report:
     """Check a loaded model with an f32 cache of at least ``STAGE_POSITION + 1`` positions; its cache is reset.
@@ -113,7 +122,7 @@ def check_model(
     Parameters
     ----------
     path : str or os.PathLike
-        Its file, for the reference; `overrides` as it was loaded.
+        Its file, for the reference; `overrides` and `requantize` as it was loaded.
     tokens : list of int
         Prompt.
     step : callable
@@ -124,7 +133,7 @@ def check_model(
         report.results += check_odd_shapes(model.config)
     start = time.perf_counter()
     with step(f"float64 reference of {len(tokens)} tokens"):
-        trace = reference.trace(path, tokens, model.n_ctx, overrides=overrides)
+        trace = reference.trace(path, tokens, model.n_ctx, overrides=overrides, requantize=requantize)
     reference_s = time.perf_counter() - start
     report.notes.append(
         f"model rows: {len(tokens)} tokens through {model.config.n_layers} layers, f32 cache, against tmla.reference "
@@ -224,7 +233,7 @@ def _worst(what: str, errors: list[float]) -> Result:
 def _check_file_stages(model: Model, tokens: list[int], trace: reference.Trace) -> list[Result]:
     """Stages of the first dense and the first mixture layer, on real residuals and cache rows; then both ends."""
     cfg, s, rng = model.config, model._state, np.random.default_rng(1)
-    row = model.file.q8_0_blocks("token_embd.weight")[tokens[-1] :][:1]
+    row = model.file.q8_0_blocks("token_embd.weight")[tokens[-1] : tokens[-1] + 1]
     results = []
     for moe in (False, True):
         if moe not in cfg.is_moe_layer:

@@ -36,7 +36,7 @@ class FileWeights:
         parts = [self._gf.q8_0_blocks(self._tensor(source)) for source, _ in role.sources]
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if expert is None:
-            return blocks
+            return np.asarray(blocks)  # those of a requantised file are made now
         rows = role.rows // self._n_experts
         start = expert * rows if role.half is None else (2 * expert + role.half) * rows
         return blocks[start : start + rows]

@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``tmla info``, ``tmla check``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 import tmla
 from tmla import cli_terminal as terminal
 from tmla import info, runtime
-from tmla.config import open_checked
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
-from tmla.model import fit_n_ctx
+from tmla.model import demo_path, fit_n_ctx
+from tmla.requantize import open_checked
 
 _EXIT_CODES = """exit codes:
-  0    done (also when the context is full)
+  0    done (also when the context is full, and when Ctrl-D or /quit ends a chat)
   1    tmla check found an error above its tolerance
   2    the command line, the file or the backend cannot be used; one line on stderr says why
   130  ended by Ctrl-C (while kernels compile by the signal itself, which a shell shows as 130)
   141  the reader of the output went away
 """
 _DEFAULT_CTX = 4096
+_DEMO = "no FILE given: this is the demo model that comes with tmla (11 M parameters, trained on public-domain text)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminal.logging_to_stderr(args.verbose):
             if args.file is None:
-                raise TmlaError(f"{args.name}: no FILE given; name a GGUF file of an MLA model with Q8_0 matrices")
+                args.file = str(demo_path())
+                terminal.say(_DEMO)
             code: int = args.command(args)
             sys.stdout.flush()
         return code
@@ -75,7 +77,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    gf, cfg = open_checked(args.file, overrides=dict(args.override))
+    from tmla.cli_run import say_requantized
+
+    say_requantized(args)
+    gf, cfg = open_checked(args.file, overrides=dict(args.override), requantize=args.requantize)
     with gf:
         n_ctx = args.n_ctx
         if n_ctx == "max":
@@ -87,8 +92,22 @@ def _info(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from tmla.cli_check import check
+    from tmla.cli_run import say_requantized
 
+    say_requantized(args)
     return check(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from tmla.cli_chat import chat
+
+    return chat(args)
+
+
+def _template(args: argparse.Namespace) -> int:
+    from tmla.cli_template import show_template
+
+    return show_template(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,29 +123,50 @@ def _parser() -> argparse.ArgumentParser:
     p = _command(commands, "run", _run, "generate text from a prompt")
     _add_backend(p)
     _add_context(p)
+    _add_requantize(p)
     prompt = p.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; - reads it from stdin")
     prompt.add_argument("--tokens", type=_ids, metavar="1,2,3", help="ids to continue, fed as they are")
     p.add_argument("-n", type=_at_least(-1), default=256, metavar="N", help="tokens to choose, -1 until the end (256)")
-    p.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the best token (0)")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens, 0 all (0)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that hold P (1)")
-    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times the best (0)")
-    p.add_argument("--seed", type=_at_least(0), metavar="N", help="of the random choice")
-    p.add_argument("--stop", action="append", default=[], metavar="S", help="end before this text; may be repeated")
+    _add_sampling(p, temperature=0.0, top_p=1.0)
     p.add_argument("--special", action="store_true", help="read control tokens in the prompt's text as such")
     p.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the turn")
     p.add_argument("--ids", action="store_true", help="print ids instead of text")
 
+    p = _command(commands, "chat", _chat, "talk with a model through its own chat template; /help lists what it knows")
+    _add_backend(p)
+    _add_context(p)
+    _add_requantize(p)
+    p.add_argument("-n", type=_at_least(-1), default=-1, metavar="N", help="tokens of an answer, -1 until its end (-1)")
+    _add_sampling(p, temperature=0.7, top_p=0.95)
+    p.add_argument("--system", metavar="TEXT", help="system message")
+    _add_template(p).add_argument(
+        "--raw", action="store_true", help="no template: continue what was said as plain text"
+    )
+
     p = _command(commands, "info", _info, "say what is in a file and what it will take; reads no weights")
     _add_context(p)
+    _add_requantize(p)
     p.add_argument("--json", action="store_true", help="as JSON")
 
     p = _command(commands, "check", _check, "compare every stage and the whole model with NumPy references")
     _add_backend(p)
+    _add_requantize(p)
     p.add_argument(
         "--tokens", type=_at_least(2), metavar="N", help="prompt length (8, or fewer where the reference takes long)"
     )
+
+    p = _command(
+        commands, "template", _template, "print the prompt that a chat template makes of messages, and its ids"
+    )
+    p.add_argument(
+        "--messages",
+        required=True,
+        metavar="FILE.json",
+        help="list of messages, or an object with messages, tools and variables of the template; - reads stdin",
+    )
+    _add_template(p)
+    p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
     return parser
 
 
@@ -139,7 +179,7 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.set_defaults(command=function, name=name)
-    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file with matrices in Q8_0, or any shard of one")
+    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file, or any shard of one (demo model)")
     p.add_argument("-v", "--verbose", action="count", default=0, help="log what is done to stderr; twice for details")
     p.add_argument(
         "--override",
@@ -168,6 +208,35 @@ def _add_context(p: argparse.ArgumentParser) -> None:
         help=f"tokens the cache holds; max: as many as were trained and fit the memory ({_DEFAULT_CTX})",
     )
     p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
+
+
+def _add_sampling(p: argparse.ArgumentParser, temperature: float, top_p: float) -> None:
+    p.add_argument(
+        "--temp",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"temperature; 0 takes the best token ({temperature:g})",
+    )
+    p.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens, 0 all (0)")
+    p.add_argument(
+        "--top-p", type=float, default=top_p, metavar="P", help=f"keep the best tokens that hold P ({top_p:g})"
+    )
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times the best (0)")
+    p.add_argument("--seed", type=_at_least(0), metavar="N", help="of the random choice")
+    p.add_argument("--stop", action="append", default=[], metavar="S", help="end before this text; may be repeated")
+
+
+def _add_requantize(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--requantize", action="store_true", help="accept matrices of other types and round them to Q8_0, with a report"
+    )
+
+
+def _add_template(p: argparse.ArgumentParser) -> Any:
+    group = p.add_mutually_exclusive_group()
+    group.add_argument("--template", metavar="FILE", help="jinja2 template in place of the file's")
+    return group
 
 
 def _at_least(minimum: int) -> Any:

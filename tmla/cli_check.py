@@ -16,6 +16,7 @@ def check(args: argparse.Namespace) -> int:
         n_tokens=args.tokens,
         threads=args.threads,
         overrides=dict(args.override),
+        requantize=args.requantize,
         step=terminal.progress_bar,
     )
     terminal.write(table(report))

@@ -10,10 +10,11 @@ import time
 
 from tmla import cli_terminal as terminal
 from tmla import info
-from tmla.config import open_checked
 from tmla.errors import ContextError
 from tmla.generate import Chunk, Stats, stream_generate
 from tmla.model import Model, load
+from tmla.requantize import open_checked
+from tmla.requantize_report import requantize_report
 from tmla.sampling import Sampler
 from tmla.stops import StopScanner
 from tmla.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ log = logging.getLogger("tmla")
 
 _MAX_TOKENS_A_CHARACTER = 4  # bytes of UTF-8
 
-_REASONS = {
+REASONS = {
     "eos": "the model ended its turn",
     "stop": "a stop string came",
     "length": "as many tokens as asked for (-n)",
@@ -48,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
         special=args.special,
         ignore_eos=args.ignore_eos,
     )
-    described = info.describe(model.file, model.config, model.n_ctx, model.cache_dtype, model.memory)
-    for line in info.headline(described):
-        terminal.say(line)
-    for note in described["notes"]:
-        log.info("%s", note)
+    say_what_runs(model)
     compile_s += warm_up(model)
     n_tokens = 0
     out = terminal.ModelText()
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     out.end()
     terminal.say(timing_line(model.arch, load_s, compile_s, last.stats))
-    terminal.say(f"ended: {_REASONS[str(last.reason)]}")
+    terminal.say(f"ended: {REASONS[str(last.reason)]}")
     return 0
 
 
@@ -88,7 +85,7 @@ def refuse_early(args: argparse.Namespace, prompt: str | list[int]) -> None:
         return
     ids = prompt
     if isinstance(prompt, str):
-        gf, _ = open_checked(args.file, overrides=dict(args.override))
+        gf, _ = open_checked(args.file, overrides=dict(args.override), requantize=args.requantize)
         with gf:
             ids = Tokenizer.from_gguf(gf).encode_prompt(prompt, special=args.special)
     if len(ids) > args.n_ctx:
@@ -97,8 +94,29 @@ def refuse_early(args: argparse.Namespace, prompt: str | list[int]) -> None:
         )
 
 
+def say_requantized(args: argparse.Namespace) -> None:
+    """With ``--requantize``: say what becomes of the matrices, and what it costs."""
+    if not args.requantize:
+        return
+    gf, cfg = open_checked(args.file, overrides=dict(args.override), requantize=True)
+    with gf:
+        text = requantize_report(gf, cfg).text()
+    for line in (text or "nothing to requantise: all matrices are Q8_0").splitlines():
+        terminal.say(line)
+
+
+def say_what_runs(model: Model) -> None:
+    """Say what was loaded and what was decided about it; with ``-v`` also every default that was taken."""
+    described = info.describe(model.file, model.config, model.n_ctx, model.cache_dtype, model.memory)
+    for line in info.headline(described):
+        terminal.say(line)
+    for note in described["notes"]:
+        log.info("%s", note)
+
+
 def load_with_bar(args: argparse.Namespace) -> tuple[Model, float, float]:
     """Load the model of the command line, with a bar on a terminal: model, seconds to load and seconds to compile."""
+    say_requantized(args)
     start = weights_in = time.perf_counter()
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(terminal.progress_bar("loading"))
@@ -119,6 +137,7 @@ def load_with_bar(args: argparse.Namespace) -> tuple[Model, float, float]:
             overrides=dict(args.override),
             progress=progress,
             threads=args.threads,
+            requantize=args.requantize,
         )
     return model, weights_in - start, time.perf_counter() - weights_in
 

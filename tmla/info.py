@@ -123,7 +123,7 @@ def describe(
         "memory": dict(allocated or planned_bytes(cfg, n_ctx, cache_dtype)),
         "memory_available": memory.available_bytes(),
         "overrides": {key: _plain(value) for key, value in gf.overridden.items()},
-        "notes": [*cfg.notes, *gf.notes],
+        "notes": list(cfg.notes),
         "ignored_tensors": list(cfg.ignored_tensors),
     }
     if cfg.n_moe_layers:
