@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import tmla
-from tests.conftest import oracle_dir
-from tests.conftest import backend
+from tests.conftest import backend, oracle_dir
 from tests.v2_lite import config as v2_lite_config
 from tmla import check, check_extent, cli, cli_check, reference
 from tmla.check_layer import LayerCheck, Result, relative_error

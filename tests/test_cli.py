@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import tmla
-from tests.conftest import ROOT, oracle_dir
-from tests.conftest import test_arch as backend
+from tests.conftest import ROOT, backend, oracle_dir
 from tmla import cli, cli_run, cli_terminal, info, runtime
 from tmla.config import open_checked
 from tmla.errors import TmlaError

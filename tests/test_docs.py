@@ -20,6 +20,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
+COMMANDS = ("run", "chat", "info", "check", "template")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -106,7 +107,7 @@ def _options(capsys, command):
 @pytest.mark.parametrize("name", NAMES)
 def test_options_exist(name, capsys):
     """Options in `tmla COMMAND ...`, and in the README's table of commands."""
-    known = {command: _options(capsys, command) for command in ("run", "info", "check")}
+    known = {command: _options(capsys, command) for command in COMMANDS}
     for command, rest in re.findall(r"tmla (\w+) ([^`\n&]*)", TEXTS[name]):
         if command in known:
             assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)) <= known[command], f"tmla {command} {rest}"
@@ -117,7 +118,7 @@ def test_options_exist(name, capsys):
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
-    assert {"run", "info", "check"} <= set(commands)
+    assert set(COMMANDS) == set(commands)
     for command in commands:
         assert f"`tmla {command} " in README, f"the README's table lacks tmla {command}"
 

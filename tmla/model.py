@@ -209,8 +209,8 @@ class Model:
             first = (last, self._first_layer_not_finite(last))
         where = f"layer {first[1]}" if first[1] is not None else "the head"
         raise NumericsError(
-            f"{self.file.name}: logits are not finite: the first fault is at position {first[0]}, in {where}; if the file "
-            "is sound (tmla check), values may exceed f16: load with cache_dtype='f32'"
+            f"{self.file.name}: logits are not finite: the first fault is at position {first[0]}, in {where}; if the "
+            "file is sound (tmla check), values may exceed f16: load with cache_dtype='f32'"
         )
 
     def _first_layer_not_finite(self, pos: int) -> int | None:
@@ -273,8 +273,8 @@ def load(
     Raises
     ------
     GGUFError
-        The file is damaged, a key or tensor is missing, a shape disagrees with the metadata, a type is not supported, or
-        scales or norms are not finite.
+        The file is damaged, a key or tensor is missing, a shape disagrees with the metadata, a type is not supported,
+        or scales or norms are not finite.
     BackendError
         `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
         memory does not suffice.

@@ -25,8 +25,8 @@ MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wr
 class Role:
     """One stacked matrix or vector of every layer of a bank: its tensors' names and its shape in one layer.
 
-    `sources` are stacked row by row: ``(("attn_q", 3072), ("attn_kv_a_mqa", 576))``. `half` 0 or 1 takes the gate or the
-    up rows of a fused ``ffn_gate_up_exps``.
+    `sources` are stacked row by row: ``(("attn_q", 3072), ("attn_kv_a_mqa", 576))``. `half` 0 or 1 takes the gate or
+    the up rows of a fused ``ffn_gate_up_exps``.
     """
 
     sources: tuple[tuple[str, int], ...]

@@ -48,8 +48,8 @@ class Caps:
 
     @property
     def fuse(self) -> bool:
-        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions behind
-        pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
+        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions
+        behind pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
         return self.arch != "cuda"
 
 

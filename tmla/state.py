@@ -46,12 +46,13 @@ class AttentionScratch:
 class State:
     """Activations of one token and the tables that depend on the position.
 
-    ``x`` [1, D] residual; ``xn`` [1, D] normalised (CPU); ``proj`` [1, H (N + R) + C + R] (or Q + C + R) projections of the
-    residual; ``q`` [1, H (N + R)] queries, the same field as proj without q_lora; ``qa`` [1, H, C + R to fours] fused
-    queries; ``mix`` [H, C] latent mix (CPU); ``o`` [1, H V] heads' values; ``hidden`` activations of the FFN, by kind of
-    layer; ``logits`` [1, n_vocab]; ``rope`` [T, R/2, 2], ``scale`` [T] score scale. One-element fields that kernels read
-    and advance: ``pos`` the position being decoded, ``layer_attn`` and ``layer_ffn`` the layer, ``token`` the last greedy
-    choice; ``chosen`` [MAX_CHOSEN] the choices of a run, among the first ``n_choice`` ids.
+    ``x`` [1, D] residual; ``xn`` [1, D] normalised (CPU); ``proj`` [1, H (N + R) + C + R] (or Q + C + R)
+    projections of the residual; ``q`` [1, H (N + R)] queries, the same field as proj without q_lora; ``qa`` [1,
+    H, C + R to fours] fused queries; ``mix`` [H, C] latent mix (CPU); ``o`` [1, H V] heads' values; ``hidden``
+    activations of the FFN, by kind of layer; ``logits`` [1, n_vocab]; ``rope`` [T, R/2, 2], ``scale`` [T] score
+    scale. One-element fields that kernels read and advance: ``pos`` the position being decoded, ``layer_attn``
+    and ``layer_ffn`` the layer, ``token`` the last greedy choice; ``chosen`` [MAX_CHOSEN] the choices of a run,
+    among the first ``n_choice`` ids.
     """
 
     _data_oriented = True

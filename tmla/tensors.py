@@ -108,7 +108,8 @@ def find_ignored(gf, cfg) -> tuple[str, ...]:
 def ignored_notes(cfg, ignored) -> tuple[str, ...]:
     """Return the sentences that say which tensors are ignored and why, as a tuple."""
     nextn = {f"blk.{i}" for i in range(cfg.n_layers, cfg.n_layers + cfg.n_nextn_layers)}
-    in_nextn, others = [], []
+    in_nextn: list[str] = []
+    others: list[str] = []
     for name in ignored:
         (in_nextn if ".".join(name.split(".", 2)[:2]) in nextn else others).append(name)
     notes = []

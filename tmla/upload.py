@@ -32,7 +32,7 @@ class Writer:
         self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, _host_views(fields))}
 
     def put_q8(self, blocks, w_q, w_d, layer: int, row0: int) -> None:
-        """Copy Q8_0 rows, u8 [rows, I/32, 34] or what gives such slices, into ``w_q[layer, row0:]``, ``w_d[layer, row0:]``."""
+        """Copy Q8_0 rows, u8 [rows, I/32, 34] or what gives such slices, to row `row0` and on of a layer."""
         n_rows, n_block = blocks.shape[:2]
         step = max(1, SLAB_BLOCKS // n_block)
         for r in range(0, n_rows, step):

@@ -235,8 +235,8 @@ def absorb(w, layer, q, scale, pos, qa):
     Parameters
     ----------
     w : AttentionBank
-        ``k_q``, ``k_d`` Q8_0 fields: unsplit [L, H * (N + V), C], split [L, H * C, N]; the numbers ``split``, ``n_nope``
-        (N), ``n_rope`` (R), ``n_v`` (V), ``n_latent`` (C).
+        ``k_q``, ``k_d`` Q8_0 fields: unsplit [L, H * (N + V), C], split [L, H * C, N]; the numbers ``split``,
+        ``n_nope`` (N), ``n_rope`` (R), ``n_v`` (V), ``n_latent`` (C).
     layer, pos : ti.Field, i32 [1]
     q : ti.Field, f32 [1, H * (N + R)]
     scale : ti.Field, f32 [T]

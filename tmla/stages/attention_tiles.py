@@ -270,7 +270,7 @@ def _add_values(
     w: ti.template(),
     lay,
 ):
-    """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows; v holds the first AHEAD rows."""
+    """acc[a, b] += weight of head vh + a times column 4 word + b, over the tile's rows; v holds the first AHEAD."""
     for rb in range((ti.min(g.rows, t1 - r0) + (AHEAD - 1)) // AHEAD):
         nv = v
         _fetch_values(nv, r0 + (rb + 1) * AHEAD, t1, word, w, lay)

@@ -80,7 +80,7 @@ def ffn_common(
     hidden: ti.template(),
     t: ti.template(),
 ):
-    """Router logits (mixture layers), then gate and up of the common part (where there is one); x not yet normalised."""
+    """Router logits (mixture layers), then gate and up of the common part (where there is one); x is not normalised."""
     wd, n_warp = ti.static(width(), t.block // width())
     dim = ti.static(x.shape[1])
     per_block = ti.static(max(1, t.block // width() // ROUTER_WARPS))
@@ -320,8 +320,8 @@ def _ffn_warps(
 def ffn(w, layer, xn, scratch, hidden, x, next_layer):
     """Network of one token, from the normalised residual, added to the residual, on any backend.
 
-    Parameters as :func:`tmla.stages.ffn.ffn`; on GPUs also ``w.segment``, ``w.n_segments``, the router is run again, `hidden`
-    is f32 [n_segments, segment_len(segment)], and `next_layer` i32 [1] takes ``layer[0] + 1``.
+    Parameters as :func:`tmla.stages.ffn.ffn`; on GPUs also ``w.segment``, ``w.n_segments``, the router is run again,
+    `hidden` is f32 [n_segments, segment_len(segment)], and `next_layer` i32 [1] takes ``layer[0] + 1``.
     """
     if runtime.caps().gpu:
         _ffn_warps(w, layer, xn, scratch, hidden, x, next_layer, common_tiling(), expert_tiling(), down_tiling())

@@ -259,8 +259,8 @@ def router(w, layer, x, scratch):
     x : ti.Field, f32 [1, D]
         Normalised residual.
     scratch : RouterScratch
-        ``logit``, ``score`` f32 [1, E], ``select`` f32 [E], ``group`` f32 [G]; results ``expert`` i32 [1, K], best first,
-        and ``weight`` f32 [1, K].
+        ``logit``, ``score`` f32 [1, E], ``select`` f32 [E], ``group`` f32 [G]; results ``expert`` i32 [1, K], best
+        first, and ``weight`` f32 [1, K].
 
     Notes
     -----

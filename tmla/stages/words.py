@@ -1,11 +1,11 @@
 """Words: how GPUs hold Q8_0 quants and cached rows, and the inner product over them.
 
-Quants: u64 of eight int8, the first lowest, ``[L, O, I/8]``; scales stay f16 ``[L, O, I/32]``. Cache: u64 of four f16 or
-two f32. A thread then fetches 8 bytes at a time; bytes one by one reached 410 to 2,300 GB/s where words reach 3,700
+Quants: u64 of eight int8, the first lowest, ``[L, O, I/8]``; scales stay f16 ``[L, O, I/32]``. Cache: u64 of four f16
+or two f32. A thread then fetches 8 bytes at a time; bytes one by one reached 410 to 2,300 GB/s where words reach 3,700
 (docs/log.md).
 
-A matrix row is read by the lanes of a warp side by side: lane i takes words ``i, i + W, i + 2W ...``. The activation row
-lies in shared memory in *lane order*, the j-th values of W consecutive words together, padded so that neither the
+A matrix row is read by the lanes of a warp side by side: lane i takes words ``i, i + W, i + 2W ...``. The activation
+row lies in shared memory in *lane order*, the j-th values of W consecutive words together, padded so that neither the
 writes nor the reads meet in one bank.
 """
 
