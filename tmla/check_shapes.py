@@ -13,6 +13,7 @@ from tmla.check_weights import layer_roles, split
 from tmla.config import MLAConfig
 from tmla.plan import make_plan
 from tmla.runtime import FieldPool, caps
+from tmla.upload import Writer
 
 N_CTX, POSITION = 101, 77  # three tiles of rows, the last one begun
 _Q8_BLOCK = 32
@@ -119,6 +120,7 @@ def _check_form(cfg: MLAConfig, where: str, cache_dtype: str, rng: np.random.Gen
         a = weights.AttentionBank(plan.attention[0], cfg, cache_dtype, pool, pool)
         f: Any = weights.FFNBank(plan.ffn[0], cfg, pool)
         s = state.State(cfg, N_CTX, caps(), pool, cfg.n_vocab)
+        s.write_tables(Writer([s.rope, s.scale]))
         f.hidden = s.hidden[f.moe]
         source = RandomWeights(cfg, rng, moe=f.moe)
         source.upload(a, 1)

@@ -14,6 +14,7 @@ from tmla.stages import (
     absorb,
     argmax,
     attention,
+    attention_shape,
     attention_short,
     attention_tiles,
     cache_row,
@@ -253,7 +254,7 @@ class Steps:
 def _choose_tilings(globals_, attention_banks, ffn_banks, s) -> None:
     """Cut each matrix kernel's work: compile-time numbers of the banks."""
     for b in attention_banks:
-        b.tile = attention_tiles.tile()
+        b.tile = attention_shape.tile()
         b.proj_tiling = linear.tiling(s.proj.shape[1], s.x.shape[1])
         b.out_tiling = linear.tiling(s.x.shape[1], s.o.shape[1])
         if b.has_q_lora:

@@ -57,7 +57,7 @@ def _store(w: ti.template(), acc: ti.template(), factor, seg0, f0, n_f, t: ti.te
         if f < n_f:
             a = 0.0
             if ti.static(w.gated):
-                a = silu(acc[r] * factor) * (acc[t.rows + r] * factor)
+                a = silu(acc[t.rows + r] * factor) * (acc[r] * factor)
             else:
                 u = ti.max(acc[r] * factor, 0.0)
                 a = u * u
@@ -128,10 +128,10 @@ def ffn_common(
                 acc = ti.Vector([0.0 for _ in ti.static(range(2 * t.rows))])
                 sq = rows_dot(
                     acc,
-                    w.gate_q,
-                    w.gate_d,
                     w.up_q,
                     w.up_d,
+                    w.gate_q,
+                    w.gate_d,
                     w.gated,
                     lay,
                     rows,
@@ -190,10 +190,10 @@ def ffn_experts(
         acc = ti.Vector([0.0 for _ in ti.static(range(2 * t.rows))])
         sq = rows_dot(
             acc,
-            w.gate_exps_q,
-            w.gate_exps_d,
             w.up_exps_q,
             w.up_exps_d,
+            w.gate_exps_q,
+            w.gate_exps_d,
             w.gated,
             lay,
             rows,

@@ -9,7 +9,7 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.attention import CHUNK, NEG_INF, TILE, split_span
-from tmla.stages.attention_tiles import tile
+from tmla.stages.attention_shape import tile
 from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, width
 from tmla.stages.linear import dequantise_ref, row_dot_q8
 from tmla.stages.words import WORD, dot_word, lane_place, shared_len
