@@ -30,7 +30,7 @@ class Caps:
     lanes : int
         Threads that one cross-lane operation joins, as the device says; 1 on CPU.
     layout : {"bytes", "words"}
-        How Q8_0 quants are stored: u8, or u32 of four quants each. The same bits.
+        How Q8_0 quants are stored: u8, or u64 of eight quants each. The same bits.
     debug : bool
         Bounds are checked (CPU and CUDA only).
     """
