@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from . import tools
 
 # Program::destroy_snode_tree of Taichi 1.7.4 asserts LLVM, Vulkan or DirectX: on Metal a tree lives until the end.
@@ -25,7 +23,6 @@ pool.destroy()
 """
 
 
-@pytest.mark.xfail(strict=True, reason="tmla.runtime destroys trees on every backend")
 def test_no_tree_is_destroyed_on_metal():
     tools.require_all()
     environment = dict(os.environ, VK_DRIVER_FILES=tools.llvmpipe_icd(), PYTHONPATH=os.pathsep.join(sys.path))
