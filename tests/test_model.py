@@ -213,7 +213,7 @@ def test_not_finite_names_position_and_layer(oracle, arch):
 def test_two_models_and_dropped_models(oracle, arch, model):
     """Two models side by side do not disturb each other; a dropped one gives its fields back."""
     before = model.prefill([1, 2, 3])
-    for _ in range(3):
+    for _ in range(1 if SLOW_BACKEND else 3):
         other = load(oracle, arch, "dsv2_split", n_ctx=64)
         other.prefill([4, 5, 6])
         pools = other._free.peek()[2][0]

@@ -207,6 +207,14 @@ def test_router_with_all_scores_zero_stays_finite(field):
     assert np.abs(weight).max() == 0.0
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_router_of_nan_stays_among_the_experts(field, sigmoid):
+    """Whatever is chosen, its number must index the weights."""
+    w, x = np.ones((2, 70, 32), np.float32), np.full((1, 32), np.nan, np.float32)
+    expert, _ = run_router(field, w, None, routing(n_used=6, sigmoid=sigmoid), x)
+    assert ((expert >= 0) & (expert < 70)).all()
+
+
 def run_argmax(field, logits, n):
     token = field.poisoned(1, dtype=ti.i32)
     argmax.argmax(field(logits), n, field.poisoned(256), field.poisoned(256, dtype=ti.i32), token)

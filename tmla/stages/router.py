@@ -146,6 +146,8 @@ def choose_block(
     logits) and who the chosen, best first. Of equal experts the lower number is better. Ends with a barrier.
     """
     n = ti.static(logit.shape[1])
+    if tid < w.routing.n_used:
+        who[tid] = 0  # scores that are not numbers are better than none: no expert then gets these places
     for k in range(ti.static(cdiv(logit.shape[1], block))):
         e = k * block + tid
         if e < n:
