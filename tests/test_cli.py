@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 import tmla
+from benchmarks.make_model import SHAPES
 from tests.conftest import ROOT, backend, oracle_dir
+from tests.mixed_types import write_mixed
 from tmla import cli, cli_run, cli_terminal, info, runtime
 from tmla.config import open_checked
 from tmla.errors import TmlaError
 from tmla.generate import generate
+from tmla.model import demo_path
 
 ARCH = backend()
 BAD_FILES = sorted((oracle_dir() / "bad").glob("*.gguf"))
@@ -71,7 +74,7 @@ def run(model, mini, monkeypatch, capsys):
 # usage
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["info"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"]])
 def test_help_names_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -101,6 +104,8 @@ def test_version(capsys):
         (["run", "m.gguf", "-p", "x", "--override", "key"], "no equals sign"),
         (["check", "m.gguf", "--tokens", "1"], "1 is too small"),
         (["info", "m.gguf", "--fast"], "--fast"),
+        (["chat", "m.gguf", "--raw", "--template", "t"], "not allowed with"),
+        (["template", "m.gguf"], "--messages"),
     ],
 )
 def test_usage_errors(args, message, capsys):
@@ -110,9 +115,22 @@ def test_usage_errors(args, message, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("args", [["run", "-p", "x"], ["info"], ["check"]])
-def test_no_file_names_the_fix(args, capsys):
-    assert "no FILE given; name a GGUF file" in refused(capsys, *args)
+@pytest.mark.parametrize("args", [["run", "-p", "x"], ["chat"], ["info"], ["check"], ["template", "--messages", "m"]])
+def test_no_file_is_the_demo_model_and_said(args, monkeypatch, capsys):
+    files = []
+    monkeypatch.setattr(cli, f"_{args[0]}", lambda args: files.append(args.file) or 0)
+    assert cli.main(args) == 0
+    assert files == [str(demo_path())]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tmla: no FILE given: this is the demo model")
+    assert err.count("\n") == 1
+
+
+def test_info_of_the_demo_model(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    d = json.loads(capsys.readouterr().out)
+    assert (d["file"], d["architecture"], d["trained_context"]) == ("demo.gguf", "deepseek2", 2048)
 
 
 def test_parameters_are_refused_before_loading(mini, monkeypatch, capsys):
@@ -193,6 +211,7 @@ def test_info(oracle, capsys, monkeypatch, name, form, gating, cache_bytes):
     assert d["softmax_scale"] == cfg.softmax_scale
     assert d["gating_source"]
     assert d["notes"] == list(cfg.notes)
+    assert len(set(d["notes"])) == len(d["notes"])
     assert d["memory"]["cache"] == 4096 * d["cache_bytes_per_token"]
     assert d["memory"]["total"] == sum(d["memory"][key] for key in ("weights", "cache", "scratch"))
     assert 0.9 < d["memory"]["weights"] / d["file_bytes"] < 1.0 or d["ignored_tensors"]
@@ -322,7 +341,63 @@ def test_options_reach_the_model(model, mini, monkeypatch):
         "cache_dtype": "f32",
         "threads": 3,
         "overrides": {"a.b": True, "a.c": 0.5},
+        "requantize": False,
     }
+
+
+# --requantize
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A small model with matrices in Q4_0, Q8_0 and F16."""
+    kinds = {"output.weight": "F16", "token_embd.weight": "Q8_0"}
+    path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
+    return write_mixed(path, SHAPES["tiny"], lambda name, shape: kinds.get(name, "Q4_0"))
+
+
+def test_other_types_need_the_option(mixed, capsys):
+    for args in (["info", mixed], ["run", mixed, "-p", "x"], ["check", mixed]):
+        assert "or pass --requantize" in refused(capsys, *args)
+
+
+def test_info_requantize(mixed, mini, capsys):
+    assert cli.main(["info", str(mixed), "--requantize", "--json"]) == 0
+    out, err = capsys.readouterr()
+    d = json.loads(out)
+    assert len(set(d["notes"])) == len(d["notes"])
+    assert sum("Requantised to Q8_0" in note for note in d["notes"]) == 1
+    first, second = err.splitlines()
+    assert first.startswith("tmla: requantising to Q8_0: matrices 1 F16, ")
+    assert "relative rms error of " in second
+    assert " % of Q4_0" in second
+    assert cli.main(["info", str(mini), "--requantize"]) == 0
+    assert capsys.readouterr().err == "tmla: nothing to requantise: all matrices are Q8_0\n"
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_requantize_is_said_before_loading(mixed, monkeypatch, capsys, command):
+    asked = {}
+
+    def stop(path, **kw):
+        asked.update(kw)
+        raise TmlaError("enough")
+
+    monkeypatch.setattr(cli_run, "load", stop)
+    monkeypatch.setattr("tmla.check.load", stop)
+    args = ["-p", "x"] if command == "run" else ["--tokens", "2"]
+    assert cli.main([command, str(mixed), "--requantize", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert asked["requantize"] is True
+    assert [line.split()[1] for line in err.splitlines()] == ["requantising", "rounding", "error:"]
+
+
+def test_check_requantize(mixed, capsys):
+    assert cli.main(["check", str(mixed), "--requantize", "--tokens", "2", "--arch", ARCH]) == 0
+    out, err = capsys.readouterr()
+    assert "within tolerance\n" in out
+    assert "requantising to Q8_0" in err
 
 
 # the terminal

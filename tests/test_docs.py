@@ -11,7 +11,6 @@ import sys
 import pytest
 
 import tmla
-from benchmarks import make_model
 from tmla import cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -73,7 +72,6 @@ def test_python_blocks_compile(name):
 
 
 def test_the_readme_example_runs(tmp_path):
-    make_model.write_model(tmp_path / "tiny.gguf", make_model.SHAPES["tiny"])
     code = "\n".join(blocks(README, "python"))
     assert "tmla.load(" in code
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
