@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -203,7 +204,8 @@ def test_on_a_terminal():
         start = time.monotonic()
         while not text.endswith(end):
             assert time.monotonic() - start < 120, text
-            text += os.read(master, 4096).decode()
+            if select.select([master], [], [], 1.0)[0]:
+                text += os.read(master, 4096).decode()
         seen, text = text, ""
         return seen
 
@@ -213,6 +215,7 @@ def test_on_a_terminal():
         answer = read_until("> ")
         assert FIRST in answer  # the terminal's echo
         assert len(answer.splitlines()) == 3
+        time.sleep(0.5)  # readline waits by now
         p.send_signal(signal.SIGINT)
         read_until("> ")
         os.write(master, b"\x04")
