@@ -1,5 +1,6 @@
 """The whole model against the float64 oracle, and the behaviour of its public API."""
 
+import dataclasses
 import gc
 import os
 
@@ -9,6 +10,7 @@ import pytest
 import tmla
 from tests.conftest import backend, oracle_dir
 from tmla import layer, runtime, state
+from tmla.model import check_limits
 
 SIGMA = 1e-4  # f32 arithmetic, f32 cache: the oracle's tolerance, 6 times what f32 needs
 FILES = [
@@ -235,3 +237,14 @@ def test_another_backend_in_the_same_process_is_refused(arch, model):
 def test_context_that_does_not_fit(oracle, arch):
     with pytest.raises(tmla.BackendError, match=r"would fit|at most .* fit"):
         load(oracle, arch, "dsv2_mini", n_ctx=10**9)
+
+
+def test_what_gpu_kernels_cannot_hold_is_named(model):
+    gpu, cpu = (runtime.Caps(a, "subgroup", 32, "words", False) for a in ("vulkan", "cpu"))
+    wide = dataclasses.replace(model.config, kv_lora_rank=2048)
+    many = dataclasses.replace(model.config, n_experts_used=32)
+    for cfg, message in ((wide, "kv_lora_rank is 2048"), (many, "32 experts and the shared ones make 33 warps")):
+        with pytest.raises(tmla.BackendError, match=message):
+            check_limits("x.gguf", cfg, gpu)
+        check_limits("x.gguf", cfg, cpu)
+    check_limits("x.gguf", model.config, gpu)

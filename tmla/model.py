@@ -14,6 +14,8 @@ from tmla.plan import largest_cache, make_plan
 from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
+from tmla.stages.attention_shape import MAX_LATENT
+from tmla.stages.ffn_warps import MAX_THREADS
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
 
@@ -222,6 +224,29 @@ class Model:
         return None
 
 
+def check_limits(name: str, cfg, caps) -> None:
+    """Refuse what the GPU kernels cannot cut to size; CPU kernels have no such limits.
+
+    Raises
+    ------
+    BackendError
+        The latent is wider than a block of threads covers, or a token's experts are more than a block has warps.
+    """
+    if not caps.gpu:
+        return
+    if cfg.kv_lora_rank > MAX_LATENT:
+        raise BackendError(
+            f"{name}: kv_lora_rank is {cfg.kv_lora_rank}, the GPU kernels take at most {MAX_LATENT}; use arch='cpu'"
+        )
+    if cfg.n_experts_used:
+        segments = cfg.n_experts_used + -(-cfg.shared_ffn_dim // cfg.expert_ffn_dim)
+        if segments * caps.lanes > MAX_THREADS:
+            raise BackendError(
+                f"{name}: {cfg.n_experts_used} experts and the shared ones make {segments} warps of {caps.lanes} "
+                f"threads, the GPU kernels take at most {MAX_THREADS} threads; use arch='cpu'"
+            )
+
+
 def _free_pools(pools) -> None:
     for pool in pools:
         pool.destroy()
@@ -288,6 +313,7 @@ def load(
         tokenizer = Tokenizer.from_gguf(gf)
         config.check_finite(gf, cfg)
         caps = runtime.init(arch, threads=threads)
+        check_limits(gf.name, cfg, caps)
         model = Model(
             gf, cfg, tokenizer, caps, fit_n_ctx(gf.name, cfg, n_ctx, cache_dtype, caps), cache_dtype, progress
         )
