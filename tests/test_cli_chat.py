@@ -159,7 +159,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(model, monkeypatch, capsy
             raise KeyboardInterrupt
         step(token, logits)
 
-    args = cli._parser().parse_args(["chat", "--temp", "0.01", "-n", "12", *["--raw"] * raw])
+    args = cli._parser().parse_args(["chat", "--temp", "0.01", "--seed", "3", "-n", "12", *["--raw"] * raw])
     session = cli_chat.RawSession(model) if raw else cli_chat.Session(model)
     talk = cli_chat.Talk(session, args, interactive=True)
     model.reset()
@@ -178,7 +178,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(model, monkeypatch, capsy
         prompt = [*before, *model.tokenizer.encode(f"\n{SECOND}", add_bos=False)]
     else:
         prompt = SECOND if raw else session.template.encode(talk.messages[:-1])
-    assert answer == generate(model, prompt, temperature=0.01, max_tokens=12).removesuffix("\n")
+    assert answer == generate(model, prompt, temperature=0.01, seed=3, max_tokens=12).removesuffix("\n")
 
 
 def test_ctrl_c_on_a_pipe_ends(chat, model, monkeypatch):
