@@ -74,7 +74,7 @@ def run(model, mini, monkeypatch, capsys):
 # usage
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["doctor"]])
 def test_help_names_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -106,6 +106,9 @@ def test_version(capsys):
         (["info", "m.gguf", "--fast"], "--fast"),
         (["chat", "m.gguf", "--raw", "--template", "t"], "not allowed with"),
         (["template", "m.gguf"], "--messages"),
+        (["doctor", "--arch", "abacus"], "abacus"),
+        (["doctor", "--timeout", "0"], "0 is too small"),
+        (["doctor", "m.gguf"], "m.gguf"),
     ],
 )
 def test_usage_errors(args, message, capsys):
@@ -463,13 +466,14 @@ def test_no_progress_bar_when_piped(capsys):
 # Ctrl-C and closed pipes
 
 
-@pytest.mark.parametrize("command", ["run", "info", "check"])
+@pytest.mark.parametrize("command", ["run", "info", "check", "doctor"])
 def test_interrupt_is_130(command, monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, f"_{command}", interrupted)
-    assert cli.main([command, "m.gguf", *(["-p", "x"] if command == "run" else [])]) == 130
+    args = {"run": ["m.gguf", "-p", "x"], "doctor": []}.get(command, ["m.gguf"])
+    assert cli.main([command, *args]) == 130
     assert capsys.readouterr() == ("", "")
 
 
