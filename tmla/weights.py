@@ -35,7 +35,7 @@ class AttentionBank(Bank):
         self.row_width = cfg.cache_row_width
         self.split, self.has_q_lora = cfg.kv_b_split, cfg.q_lora_rank > 0
         self.n_nope, self.n_rope, self.n_v = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
-        self.n_latent = cfg.kv_lora_rank
+        self.n_latent, self.n_heads = cfg.kv_lora_rank, cfg.n_heads
         self.half_pairs = cfg.rope_pairs == "half"
         self.eps, self.residual_scale = cfg.rms_eps, cfg.residual_scale
         self.row0 = cfg.q_lora_rank or cfg.n_heads * cfg.qk_head_dim  # where kv_a stands in the projection

@@ -152,7 +152,7 @@ def _query_pe_block(tid, w: ti.template(), q: ti.template(), table: ti.template(
         if e < n_heads * n_pair:
             h = e // n_pair
             p = e - h * n_pair
-            t = turned(q, h * (w.n_nope + w.n_rope) + w.n_nope, p, table, pos, w.half_pairs) * scale
+            t = turned(q, 0, h * (w.n_nope + w.n_rope) + w.n_nope, p, table, pos, w.half_pairs) * scale
             i, j = w.n_latent + 2 * p, w.n_latent + 2 * p + 1
             if ti.static(w.half_pairs):
                 i, j = w.n_latent + p, w.n_latent + p + n_pair
@@ -198,7 +198,20 @@ def query_simt(
             _query_pe_block(tid, w, q, table, pos[0], scale[pos[0]], qa)
         else:
             cache_row_block(
-                tid, part, proj, w.row0, w.kv_a_norm, lay, w.eps, table, w.half_pairs, w.cache, pos, w.cache_f32, BLOCK
+                tid,
+                part,
+                proj,
+                0,
+                w.row0,
+                w.kv_a_norm,
+                lay,
+                w.eps,
+                table,
+                w.half_pairs,
+                w.cache,
+                pos[0],
+                w.cache_f32,
+                BLOCK,
             )
             if tid == 0:
                 next_layer[0] = layer[0]

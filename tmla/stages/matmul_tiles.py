@@ -1,0 +1,3 @@
+"""placeholder"""
+def matmul_simt(*a):
+    raise NotImplementedError
