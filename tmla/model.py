@@ -4,12 +4,15 @@ import os
 import pathlib
 import time
 import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import taichi as ti
 
 from tmla import config, layer, memory, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
+from tmla.gguf_file import GGUFFile
 from tmla.plan import largest_cache, make_plan
 from tmla.requantize import open_checked
 from tmla.runtime import counter
@@ -19,6 +22,8 @@ from tmla.stages.ffn_warps import MAX_THREADS
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
 
+Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
+
 
 class Model:
     """An MLA model in Taichi fields, with its cache. Made by :func:`load`.
@@ -26,16 +31,33 @@ class Model:
     Attributes
     ----------
     config : MLAConfig
+        Architecture, as read from the file.
+    file : GGUFFile
+        The open file: metadata, tensors, notes.
     tokenizer : Tokenizer
+        Built from the file alone.
     arch : str
         Backend that runs.
     n_ctx, n_past : int
         Positions the cache holds, and positions filled.
-    memory : dict
+    cache_dtype : {"f16", "f32"}
+        Storage of the cache.
+    memory : dict of str to int
         Bytes: ``weights``, ``cache``, ``scratch``, ``total``.
+    load_s : float
+        Seconds that loading took, compilation included.
     """
 
-    def __init__(self, gf, cfg, tokenizer, caps, n_ctx, cache_dtype, progress=None):
+    def __init__(
+        self,
+        gf: GGUFFile,
+        cfg: config.MLAConfig,
+        tokenizer: Tokenizer,
+        caps: runtime.Caps,
+        n_ctx: int,
+        cache_dtype: str,
+        progress: Progress | None = None,
+    ):
         self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
@@ -44,16 +66,16 @@ class Model:
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
-        self._globals = weights.Globals(plan, cfg, weight_pool)
+        self._globals: Any = weights.Globals(plan, cfg, weight_pool)
         self._globals.zero = scratch_pool.field(ti.i32, (1,))
         self.attention_banks = [
             weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
         ]
-        self.ffn_banks = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+        self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
         self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
-        banks = [self._globals, *self.attention_banks, *self.ffn_banks]
+        banks: list[Any] = [self._globals, *self.attention_banks, *self.ffn_banks]
         writer = Writer([f for bank in banks for f in bank.fields] + [self._state.rope, self._state.scale])
         self._state.write_tables(writer)
         weights.load_weights(gf, banks, writer, progress)
@@ -72,10 +94,12 @@ class Model:
         Parameters
         ----------
         token : int
+            ``0 <= token < config.n_vocab``.
 
         Returns
         -------
         numpy.ndarray, f32 [n_vocab]
+            A copy on the host.
 
         Raises
         ------
@@ -88,13 +112,15 @@ class Model:
         self._step(int(token))
         return self._read_logits()
 
-    def prefill(self, tokens, all_logits: bool = False) -> np.ndarray:
+    def prefill(self, tokens: Iterable[int], all_logits: bool = False) -> np.ndarray:
         """Feed tokens and return the logits behind the last, or behind each.
 
         Parameters
         ----------
-        tokens : sequence of int
+        tokens : iterable of int
+            At least one; ids are fed as they are, nothing is added.
         all_logits : bool
+            Read the logits of every position back, which costs a transfer each.
 
         Returns
         -------
@@ -126,10 +152,17 @@ class Model:
         n : int
             Ids wanted. All but the last are fed too: :attr:`n_past` grows by `n`.
 
+        Returns
+        -------
+        list of int
+            The choices. Of equal logits the lowest id wins; ids beyond the tokenizer's are never chosen.
+
         Raises
         ------
         ContextError
             Fewer than `n` positions are free.
+        NumericsError
+            Logits are not finite; :attr:`n_past` is put back to the token at fault.
         """
         self._check([token] * n)
         out: list[int] = []
@@ -153,11 +186,11 @@ class Model:
         return out
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything: :attr:`n_past` becomes 0."""
         self.n_past = 0
 
     def rewind(self, n_past: int) -> None:
-        """Forget everything from position `n_past` on.
+        """Forget everything from position `n_past` on; costs nothing, rows before it stay valid.
 
         Raises
         ------
@@ -168,7 +201,7 @@ class Model:
             raise ContextError(f"cannot rewind to {n_past}: the cache holds {self.n_past} positions")
         self.n_past = n_past
 
-    def _check(self, tokens) -> None:
+    def _check(self, tokens: list[int]) -> None:
         if not tokens:
             raise ContextError("no tokens were given, expected at least one")
         room = self.n_ctx - self.n_past
@@ -201,7 +234,7 @@ class Model:
     def _raise_not_finite(self) -> None:
         """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
         last = self.n_past - 1
-        first = None
+        first: tuple[int, int | None] | None = None
         for bank in self.attention_banks:
             bad = ~np.isfinite(bank.cache_rows(self.n_past)).all(axis=2)
             for i, row in enumerate(bad):
@@ -224,7 +257,7 @@ class Model:
         return None
 
 
-def check_limits(name: str, cfg, caps) -> None:
+def check_limits(name: str, cfg: config.MLAConfig, caps: runtime.Caps) -> None:
     """Refuse what the GPU kernels cannot cut to size; CPU kernels have no such limits.
 
     Raises
@@ -247,7 +280,7 @@ def check_limits(name: str, cfg, caps) -> None:
             )
 
 
-def _free_pools(pools) -> None:
+def _free_pools(pools: list[runtime.FieldPool]) -> None:
     for pool in pools:
         pool.destroy()
 
@@ -263,8 +296,8 @@ def load(
     arch: str | None = None,
     n_ctx: int | str = 4096,
     cache_dtype: str = "f16",
-    overrides: dict | None = None,
-    progress=None,
+    overrides: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
     threads: int | None = None,
     requantize: bool = False,
 ) -> Model:
@@ -303,6 +336,8 @@ def load(
     BackendError
         `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
         memory does not suffice.
+    ContextError
+        `n_ctx` is no positive number.
     """
     if cache_dtype not in ("f16", "f32"):
         raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
@@ -324,7 +359,7 @@ def load(
     return model
 
 
-def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
+def fit_n_ctx(name: str, cfg: config.MLAConfig, n_ctx: int | str, cache_dtype: str, caps: runtime.Caps) -> int:
     """Check that weights, cache and scratch fit the memory; resolve "max"."""
     plan = make_plan(cfg, 1, cache_dtype, caps.layout)
     per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)

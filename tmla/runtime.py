@@ -48,8 +48,11 @@ class Caps:
 
     @property
     def fuse(self) -> bool:
-        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions
-        behind pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
+        """True where several dispatches belong into one kernel.
+
+        Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions behind pointers, which costs more time on the
+        device than the launches saved (measured: docs/log.md).
+        """
         return self.arch != "cuda"
 
 
