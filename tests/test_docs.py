@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-COMMANDS = ("run", "chat", "info", "check", "template")
+COMMANDS = ("run", "chat", "info", "check", "template", "completion")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -115,7 +115,7 @@ def test_options_exist(name, capsys):
 
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
-    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.M)
     assert set(COMMANDS) == set(commands)
     for command in commands:
         assert f"`tmla {command} " in README, f"the README's table lacks tmla {command}"

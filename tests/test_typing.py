@@ -10,7 +10,7 @@ import venv
 import tmla
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROGRAM = '''
+PROGRAM = """
 import numpy as np
 import tmla
 
@@ -34,7 +34,7 @@ wrong: int = tmla.generate(model, "text")
 tmla.load(arch=3)
 model.prefill("text")
 model.forward(1)
-'''
+"""
 REVEALED = ["tmla.model.Model", "float", "dict[str, int]", "str", "tmla.generate.Stats | None", "str"]
 MISTAKES = ["assignment", "arg-type", "arg-type", "attr-defined"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from .generate import Chunk, stream_generate
 from .template import render
 from .text import unmark
 from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, as in OpenAI's API
 
@@ -190,6 +193,7 @@ class Session:
         self.model.rewind(min(n_same, self.model.n_past))
         self.tokens = self.tokens[: self.model.n_past]
         new = ids[len(self.tokens) :]
+        log.debug("prompt of %d tokens: %d are in the cache, %d are read", len(ids), len(self.tokens), len(new))
         chunks = stream_generate(self.model, new, keep=True, history=list(self.tokens), **parameters)
         return self._follow(chunks, ids)
 

@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``completion``."""
 
 from __future__ import annotations
 
@@ -110,6 +110,12 @@ def _template(args: argparse.Namespace) -> int:
     return show_template(args)
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from tmla.cli_completion import completion
+
+    return completion(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tmla",
@@ -167,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_template(p)
     p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
+
+    p = commands.add_parser("completion", help="print a script that completes tmla's arguments in a shell")
+    p.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    p.set_defaults(command=_completion, name="completion", file="", verbose=0, parser=parser)
     return parser
 
 

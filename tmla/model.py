@@ -1,5 +1,6 @@
 """A loaded model: the Python decode loop over layers."""
 
+import logging
 import os
 import pathlib
 import time
@@ -10,17 +11,18 @@ from typing import Any
 import numpy as np
 import taichi as ti
 
-from tmla import config, layer, memory, runtime, state, weights
+from tmla import config, layer, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.gguf_file import GGUFFile
-from tmla.plan import largest_cache, make_plan
+from tmla.limits import check_limits, fit_n_ctx
+from tmla.plan import make_plan
 from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
-from tmla.stages.attention_shape import MAX_LATENT
-from tmla.stages.ffn_warps import MAX_THREADS
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
@@ -79,6 +81,14 @@ class Model:
         writer = Writer([f for bank in banks for f in bank.fields] + [self._state.rope, self._state.scale])
         self._state.write_tables(writer)
         weights.load_weights(gf, banks, writer, progress)
+        for bank in banks[1:]:
+            log.debug(
+                "%s: layers %d to %d, %s",
+                type(bank).__name__,
+                bank.first,
+                bank.first + bank.n - 1,
+                ", ".join(bank.roles),
+            )
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
         self._last_token = -1
         self.memory = {
@@ -118,9 +128,8 @@ class Model:
         Parameters
         ----------
         tokens : iterable of int
-            At least one; ids are fed as they are, nothing is added.
+            At least one; nothing is added.
         all_logits : bool
-            Read the logits of every position back, which costs a transfer each.
 
         Returns
         -------
@@ -257,29 +266,6 @@ class Model:
         return None
 
 
-def check_limits(name: str, cfg: config.MLAConfig, caps: runtime.Caps) -> None:
-    """Refuse what the GPU kernels cannot cut to size; CPU kernels have no such limits.
-
-    Raises
-    ------
-    BackendError
-        The latent is wider than a block of threads covers, or a token's experts are more than a block has warps.
-    """
-    if not caps.gpu:
-        return
-    if cfg.kv_lora_rank > MAX_LATENT:
-        raise BackendError(
-            f"{name}: kv_lora_rank is {cfg.kv_lora_rank}, the GPU kernels take at most {MAX_LATENT}; use arch='cpu'"
-        )
-    if cfg.n_experts_used:
-        segments = cfg.n_experts_used + -(-cfg.shared_ffn_dim // cfg.expert_ffn_dim)
-        if segments * caps.lanes > MAX_THREADS:
-            raise BackendError(
-                f"{name}: {cfg.n_experts_used} experts and the shared ones make {segments} warps of {caps.lanes} "
-                f"threads, the GPU kernels take at most {MAX_THREADS} threads; use arch='cpu'"
-            )
-
-
 def _free_pools(pools: list[runtime.FieldPool]) -> None:
     for pool in pools:
         pool.destroy()
@@ -356,21 +342,5 @@ def load(
         gf.close()
         raise
     model.load_s = time.perf_counter() - start
+    log.info("%s: %d tensors; loaded in %.2f s; bytes: %s", gf.name, len(gf.tensors), model.load_s, model.memory)
     return model
-
-
-def fit_n_ctx(name: str, cfg: config.MLAConfig, n_ctx: int | str, cache_dtype: str, caps: runtime.Caps) -> int:
-    """Check that weights, cache and scratch fit the memory; resolve "max"."""
-    plan = make_plan(cfg, 1, cache_dtype, caps.layout)
-    per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
-    available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = largest_cache(cfg, cache_dtype)
-    if n_ctx == "max":
-        fits = min(cfg.context_length, limit)
-        if available is not None:
-            fits = memory.largest_n_ctx(plan.weight_bytes, per_position, fits, available)
-        n_ctx = max(1, fits)
-    if not isinstance(n_ctx, int) or n_ctx < 1:
-        raise ContextError(f"n_ctx is {n_ctx!r}, expected a positive number or 'max'")
-    memory.check_fits(name, n_ctx, plan.weight_bytes, per_position, available)
-    return n_ctx

@@ -13,7 +13,7 @@ from tmla.errors import BackendError
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
 
-log = logging.getLogger("tmla")
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
