@@ -19,6 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
+PAGES = "index mla stages gguf backends log api commands examples numerics troubleshooting porting".split()
 COMMANDS = ("run", "chat", "info", "check", "template", "completion")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
@@ -34,7 +35,7 @@ def outside_blocks(text):
 
 def test_the_documents_are_there():
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= set(NAMES)
-    assert {f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "log")} <= set(NAMES)
+    assert {f"docs/{name}.md" for name in PAGES} <= set(NAMES)
     assert "MIT License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
@@ -124,10 +125,26 @@ def test_every_command_is_in_the_readme(capsys):
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_the_public_api_exist(name):
     for dotted in re.findall(r"`tmla\.([\w.]+?)(?:\(.*?\))?`", TEXTS[name]):
-        target = tmla
-        for part in dotted.split("."):
-            assert hasattr(target, part), f"{name} names tmla.{dotted}"
-            target = getattr(target, part)
+        assert _exists(dotted.split(".")), f"{name} names tmla.{dotted}"
+
+
+def _exists(parts):
+    """A name of the package, or of one of its modules, also where a function has the module's name (``tmla.chat``)."""
+    for n in range(len(parts), -1, -1):
+        module = sys.modules.get(".".join(["tmla", *parts[:n]]))
+        target = module
+        for part in parts[n:]:
+            target = getattr(target, part, None)
+        if module is not None and target is not None:
+            return True
+    return False
+
+
+def test_a_name_that_is_not_there_is_noticed():
+    assert _exists(["chat", "Session"])
+    assert _exists(["Model", "decode"])
+    assert not _exists(["chat", "Seance"])
+    assert not _exists(["forward"])
 
 
 def test_version_and_dependencies():
