@@ -19,7 +19,20 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-PAGES = "index mla stages gguf backends log api commands examples numerics troubleshooting porting".split()
+PAGES = [
+    "index",
+    "mla",
+    "stages",
+    "gguf",
+    "backends",
+    "log",
+    "api",
+    "commands",
+    "examples",
+    "numerics",
+    "troubleshooting",
+    "porting",
+]
 COMMANDS = ("run", "chat", "info", "check", "template", "completion")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 

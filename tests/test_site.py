@@ -97,6 +97,7 @@ def test_the_public_names_are_on_it(site, pages):
         assert found & api.ids or name in ("__version__", "reference"), f"the API page lacks tmla.{name}"
     text = (site / "api.html").read_text(encoding="utf-8")
     assert "Metadata keys to replace or add" in text, "parameters of tmla.load"
+    assert not re.findall(r":(?:func|class|meth):", text)
 
 
 def test_pictures_stand_on_their_own():

@@ -294,8 +294,8 @@ def load(
     path : str or os.PathLike, optional
         GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16. Default: the small trained model
         that the package carries (:func:`demo_path`).
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default "metal" on macOS, else "cpu"; never replaced by another.
+    arch : str, optional
+        Backend: "metal", "cuda", "vulkan" or "cpu". Default "metal" on macOS, else "cpu"; never replaced by another.
     n_ctx : int or "max"
         Positions the latent cache holds, ``L * (C + R)`` values each. "max": the trained context, or as much of it as
         fits the memory.

@@ -101,8 +101,8 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
 
     Parameters
     ----------
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default: :func:`default_arch`. Never replaced by another.
+    arch : str, optional
+        Backend: "metal", "cuda", "vulkan" or "cpu". Default: :func:`default_arch`. Never replaced by another.
     threads : int, optional
         CPU threads; default all cores. Only the first call of a process can set it.
     debug : bool, optional

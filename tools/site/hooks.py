@@ -4,6 +4,7 @@
   whole by itself, and a link to what does not exist fails the build.
 - ``<!-- api: tmla.load tmla.chat=tmla.chat.chat -->`` becomes what mkdocstrings makes of these names, under the name
   before the equals sign; on GitHub it is invisible.
+- ``:func:`load` `` in a docstring loses its role, which Markdown does not know.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SOURCE = "source"  # folder of the generated pages
 LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(?=[)#])")
 API = re.compile(r"^<!-- api: (.*?) -->$", re.M)
+ROLE = re.compile(r":(?:func|class|meth|mod|attr):(?=<code>)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "sh"}
 
 
@@ -37,6 +39,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if not here.startswith(SOURCE + "/"):
         markdown = LINK.sub(lambda m: _relative(here, _resolve(here, m[1])), markdown)
     return API.sub(lambda m: "\n\n".join(_documented(*name.split("=")) for name in m[1].split()), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Take the roles out of the docstrings."""
+    return ROLE.sub("", html)
 
 
 def _documented(shown: str, path: str | None = None) -> str:
