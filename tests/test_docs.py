@@ -127,6 +127,23 @@ def test_options_exist(name, capsys):
         assert set(re.findall(r"`(--?[a-z][\w-]*)", row)) <= known[command]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_in_the_page_of_commands(command, capsys):
+    page = TEXTS["docs/commands.md"]
+    assert f"](#tmla-{command})" in page or f"| [`tmla {command}`](#" in page, "a row in the table, a section for it"
+    missing = {o for o in _options(capsys, command) - {"--help", "-h"} if not re.search(rf"`{o}[ `]", page)}
+    assert not missing, f"docs/commands.md lacks {sorted(missing)} of tmla {command}"
+
+
+def test_exit_codes_and_variables_are_in_the_page_of_commands():
+    page = TEXTS["docs/commands.md"]
+    codes = re.findall(r"^  (\d+) ", cli._EXIT_CODES, re.M)
+    assert codes == re.findall(r"^\| (\d+) \|", page, re.M)
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tmla").rglob("*.py"))
+    for variable in set(re.findall(r"[\"'](TMLA_[A-Z_]+)[\"']", sources)):
+        assert f"`{variable}" in page, f"docs/commands.md does not say what {variable} does"
+
+
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
     commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.M)
