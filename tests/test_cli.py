@@ -331,6 +331,21 @@ def test_verbose_logs_and_stops_logging(run):
     assert "Gating is softmax" not in run("-p", "x", "-n", 1)[2]
 
 
+def test_as_a_library_it_is_quiet():
+    code = "import logging, tmla\nlogging.getLogger('tmla.model').warning('nobody asked')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_loading_is_logged(mini, caplog):
+    """Steps at INFO, details at DEBUG, each under its module's name."""
+    caplog.set_level(logging.DEBUG, "tmla")
+    tmla.load(mini, arch=ARCH, n_ctx=8)
+    records = {(r.name, r.levelname): r.getMessage() for r in caplog.records}
+    assert mini.name in records["tmla.model", "INFO"]
+    assert "layers " in records["tmla.model", "DEBUG"]
+
+
 def test_options_reach_the_model(model, mini, monkeypatch):
     asked = {}
     monkeypatch.setattr(cli_run, "load", lambda path, **kw: asked.update(kw, path=path) or model)

@@ -49,7 +49,8 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
-    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer",
+    "limits": "errors config memory runtime stages.* plan state",
+    "model": f"{_FILE} config requantize runtime stages.* layer plan limits weights upload state tokenizer",
     "sampling": "errors",
     "stops": "errors",
     "generate": "errors sampling stops",
@@ -73,13 +74,14 @@ TABLE = {
     "doctor": "doctor_process",
     "cli_probe": "errors runtime doctor_probe doctor_process cli_terminal",
     "cli_doctor": "doctor doctor_machine cli_terminal .",
+    "cli_completion": "errors cli_terminal",
     "cli_check": "errors check cli_terminal",
     "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
     "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
     " cli_template",
     "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template doctor cli_doctor .",  # the dot: the package itself, for its version
+    " cli_template cli_completion doctor cli_doctor .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 

@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor``, ``completion``."""
 
 from __future__ import annotations
 
@@ -117,6 +117,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from tmla.cli_completion import completion
+
+    return completion(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tmla",
@@ -184,6 +190,9 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=_at_least(1), default=int(TIMEOUT_S), metavar="S", help=f"seconds of a probe ({TIMEOUT_S:g})"
     )
     p.add_argument("--json", action="store_true", help="as JSON")
+    p = commands.add_parser("completion", help="print a script that completes tmla's arguments in a shell")
+    p.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    p.set_defaults(command=_completion, name="completion", file="", verbose=0, parser=parser)
     return parser
 
 

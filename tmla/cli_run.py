@@ -19,7 +19,7 @@ from tmla.sampling import Sampler
 from tmla.stops import StopScanner
 from tmla.tokenizer import Tokenizer
 
-log = logging.getLogger("tmla")
+log = logging.getLogger(__name__)
 
 _MAX_TOKENS_A_CHARACTER = 4  # bytes of UTF-8
 

@@ -1,23 +1,30 @@
 """A loaded model: the Python decode loop over layers."""
 
+import logging
 import os
 import pathlib
 import time
 import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import taichi as ti
 
-from tmla import config, layer, memory, runtime, state, weights
+from tmla import config, layer, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
-from tmla.plan import largest_cache, make_plan
+from tmla.gguf_file import GGUFFile
+from tmla.limits import check_limits, fit_n_ctx
+from tmla.plan import make_plan
 from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
-from tmla.stages.attention_shape import MAX_LATENT
-from tmla.stages.ffn_warps import MAX_THREADS
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
 
 class Model:
@@ -26,16 +33,33 @@ class Model:
     Attributes
     ----------
     config : MLAConfig
+        Architecture, as read from the file.
+    file : GGUFFile
+        The open file: metadata, tensors, notes.
     tokenizer : Tokenizer
+        Built from the file alone.
     arch : str
         Backend that runs.
     n_ctx, n_past : int
         Positions the cache holds, and positions filled.
-    memory : dict
+    cache_dtype : {"f16", "f32"}
+        Storage of the cache.
+    memory : dict of str to int
         Bytes: ``weights``, ``cache``, ``scratch``, ``total``.
+    load_s : float
+        Seconds that loading took, compilation included.
     """
 
-    def __init__(self, gf, cfg, tokenizer, caps, n_ctx, cache_dtype, progress=None):
+    def __init__(
+        self,
+        gf: GGUFFile,
+        cfg: config.MLAConfig,
+        tokenizer: Tokenizer,
+        caps: runtime.Caps,
+        n_ctx: int,
+        cache_dtype: str,
+        progress: Progress | None = None,
+    ):
         self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
@@ -44,19 +68,27 @@ class Model:
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
-        self._globals = weights.Globals(plan, cfg, weight_pool)
+        self._globals: Any = weights.Globals(plan, cfg, weight_pool)
         self._globals.zero = scratch_pool.field(ti.i32, (1,))
         self.attention_banks = [
             weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
         ]
-        self.ffn_banks = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+        self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
         self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
-        banks = [self._globals, *self.attention_banks, *self.ffn_banks]
+        banks: list[Any] = [self._globals, *self.attention_banks, *self.ffn_banks]
         writer = Writer([f for bank in banks for f in bank.fields] + [self._state.rope, self._state.scale])
         self._state.write_tables(writer)
         weights.load_weights(gf, banks, writer, progress)
+        for bank in banks[1:]:
+            log.debug(
+                "%s: layers %d to %d, %s",
+                type(bank).__name__,
+                bank.first,
+                bank.first + bank.n - 1,
+                ", ".join(bank.roles),
+            )
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
         self._last_token = -1
         self.memory = {
@@ -72,10 +104,12 @@ class Model:
         Parameters
         ----------
         token : int
+            ``0 <= token < config.n_vocab``.
 
         Returns
         -------
         numpy.ndarray, f32 [n_vocab]
+            A copy on the host.
 
         Raises
         ------
@@ -88,12 +122,13 @@ class Model:
         self._step(int(token))
         return self._read_logits()
 
-    def prefill(self, tokens, all_logits: bool = False) -> np.ndarray:
+    def prefill(self, tokens: Iterable[int], all_logits: bool = False) -> np.ndarray:
         """Feed tokens and return the logits behind the last, or behind each.
 
         Parameters
         ----------
-        tokens : sequence of int
+        tokens : iterable of int
+            At least one; nothing is added.
         all_logits : bool
 
         Returns
@@ -126,10 +161,17 @@ class Model:
         n : int
             Ids wanted. All but the last are fed too: :attr:`n_past` grows by `n`.
 
+        Returns
+        -------
+        list of int
+            The choices. Of equal logits the lowest id wins; ids beyond the tokenizer's are never chosen.
+
         Raises
         ------
         ContextError
             Fewer than `n` positions are free.
+        NumericsError
+            Logits are not finite; :attr:`n_past` is put back to the token at fault.
         """
         self._check([token] * n)
         out: list[int] = []
@@ -153,11 +195,11 @@ class Model:
         return out
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything: :attr:`n_past` becomes 0."""
         self.n_past = 0
 
     def rewind(self, n_past: int) -> None:
-        """Forget everything from position `n_past` on.
+        """Forget everything from position `n_past` on; costs nothing, rows before it stay valid.
 
         Raises
         ------
@@ -168,7 +210,7 @@ class Model:
             raise ContextError(f"cannot rewind to {n_past}: the cache holds {self.n_past} positions")
         self.n_past = n_past
 
-    def _check(self, tokens) -> None:
+    def _check(self, tokens: list[int]) -> None:
         if not tokens:
             raise ContextError("no tokens were given, expected at least one")
         room = self.n_ctx - self.n_past
@@ -201,7 +243,7 @@ class Model:
     def _raise_not_finite(self) -> None:
         """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
         last = self.n_past - 1
-        first = None
+        first: tuple[int, int | None] | None = None
         for bank in self.attention_banks:
             bad = ~np.isfinite(bank.cache_rows(self.n_past)).all(axis=2)
             for i, row in enumerate(bad):
@@ -224,30 +266,7 @@ class Model:
         return None
 
 
-def check_limits(name: str, cfg, caps) -> None:
-    """Refuse what the GPU kernels cannot cut to size; CPU kernels have no such limits.
-
-    Raises
-    ------
-    BackendError
-        The latent is wider than a block of threads covers, or a token's experts are more than a block has warps.
-    """
-    if not caps.gpu:
-        return
-    if cfg.kv_lora_rank > MAX_LATENT:
-        raise BackendError(
-            f"{name}: kv_lora_rank is {cfg.kv_lora_rank}, the GPU kernels take at most {MAX_LATENT}; use arch='cpu'"
-        )
-    if cfg.n_experts_used:
-        segments = cfg.n_experts_used + -(-cfg.shared_ffn_dim // cfg.expert_ffn_dim)
-        if segments * caps.lanes > MAX_THREADS:
-            raise BackendError(
-                f"{name}: {cfg.n_experts_used} experts and the shared ones make {segments} warps of {caps.lanes} "
-                f"threads, the GPU kernels take at most {MAX_THREADS} threads; use arch='cpu'"
-            )
-
-
-def _free_pools(pools) -> None:
+def _free_pools(pools: list[runtime.FieldPool]) -> None:
     for pool in pools:
         pool.destroy()
 
@@ -263,8 +282,8 @@ def load(
     arch: str | None = None,
     n_ctx: int | str = 4096,
     cache_dtype: str = "f16",
-    overrides: dict | None = None,
-    progress=None,
+    overrides: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
     threads: int | None = None,
     requantize: bool = False,
 ) -> Model:
@@ -275,8 +294,8 @@ def load(
     path : str or os.PathLike, optional
         GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16. Default: the small trained model
         that the package carries (:func:`demo_path`).
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default "metal" on macOS, else "cpu"; never replaced by another.
+    arch : str, optional
+        Backend: "metal", "cuda", "vulkan" or "cpu". Default "metal" on macOS, else "cpu"; never replaced by another.
     n_ctx : int or "max"
         Positions the latent cache holds, ``L * (C + R)`` values each. "max": the trained context, or as much of it as
         fits the memory.
@@ -303,6 +322,8 @@ def load(
     BackendError
         `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
         memory does not suffice.
+    ContextError
+        `n_ctx` is no positive number.
     """
     if cache_dtype not in ("f16", "f32"):
         raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
@@ -321,21 +342,5 @@ def load(
         gf.close()
         raise
     model.load_s = time.perf_counter() - start
+    log.info("%s: %d tensors; loaded in %.2f s; bytes: %s", gf.name, len(gf.tensors), model.load_s, model.memory)
     return model
-
-
-def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
-    """Check that weights, cache and scratch fit the memory; resolve "max"."""
-    plan = make_plan(cfg, 1, cache_dtype, caps.layout)
-    per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
-    available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = largest_cache(cfg, cache_dtype, min(runtime.MAX_FIELD, caps.max_buffer or runtime.MAX_FIELD))
-    if n_ctx == "max":
-        fits = min(cfg.context_length, limit)
-        if available is not None:
-            fits = memory.largest_n_ctx(plan.weight_bytes, per_position, fits, available)
-        n_ctx = max(1, fits)
-    if not isinstance(n_ctx, int) or n_ctx < 1:
-        raise ContextError(f"n_ctx is {n_ctx!r}, expected a positive number or 'max'")
-    memory.check_fits(name, n_ctx, plan.weight_bytes, per_position, available)
-    return n_ctx

@@ -16,7 +16,7 @@ from tmla.errors import BackendError
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
 MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
 
-log = logging.getLogger("tmla")
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,11 @@ class Caps:
 
     @property
     def fuse(self) -> bool:
-        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions
-        behind pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
+        """True where several dispatches belong into one kernel.
+
+        Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions behind pointers, which costs more time on the
+        device than the launches saved (measured: docs/log.md).
+        """
         return self.arch != "cuda"
 
 
@@ -107,8 +110,8 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
 
     Parameters
     ----------
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default: :func:`default_arch`. Never replaced by another.
+    arch : str, optional
+        Backend: "metal", "cuda", "vulkan" or "cpu". Default: :func:`default_arch`. Never replaced by another.
     threads : int, optional
         CPU threads; default all cores. Only the first call of a process can set it.
     debug : bool, optional

@@ -1,5 +1,7 @@
 """Weights in Taichi fields: the banks that the plan names, and the load into them."""
 
+from typing import Any
+
 import numpy as np
 
 from tmla.config import MIN_WEIGHT_SUM, MLAConfig
@@ -82,6 +84,7 @@ class Globals:
     """Embedding, final norm and head, as the kernels before and behind the layers see them."""
 
     _data_oriented = True
+    zero: Any  # i32 [1], a layer number that is always 0; set by the model
 
     def __init__(self, plan: Plan, cfg: MLAConfig, pool: FieldPool):
         self.roles = global_roles(cfg)
