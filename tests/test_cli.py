@@ -20,7 +20,7 @@ from tmla import cli, cli_run, cli_terminal, info, runtime
 from tmla.config import open_checked
 from tmla.errors import TmlaError
 from tmla.generate import generate
-from tmla.model import demo_path
+from tmla.loading import demo_path
 
 ARCH = backend()
 BAD_FILES = sorted((oracle_dir() / "bad").glob("*.gguf"))

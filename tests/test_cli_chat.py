@@ -18,7 +18,7 @@ from tmla import cli, cli_chat
 from tmla.chat import ChatTemplate
 from tmla.errors import ContextError
 from tmla.generate import generate
-from tmla.model import demo_path
+from tmla.loading import demo_path
 
 ARCH = backend()
 N_CTX = 160

@@ -14,7 +14,7 @@ import tmla
 from tests.conftest import ROOT
 from tmla import reference, rope
 from tmla.config import open_checked
-from tmla.model import demo_path
+from tmla.loading import demo_path
 from tmla.reference_weights import Weights
 from tmla.tokenizer import Tokenizer
 

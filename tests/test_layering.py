@@ -49,22 +49,25 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
-    "limits": "errors config memory runtime stages.* plan state",
-    "model": f"{_FILE} config requantize runtime stages.* layer plan limits weights upload state tokenizer",
+    "limits": "errors config memory runtime stages.* plan chunk_state state",
+    "chunk_state": "config runtime stages.*",
+    "prefill": "chunk_state runtime stages.*",
+    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer",
+    "loading": f"{_FILE} config requantize runtime limits model tokenizer",
     "sampling": "errors",
     "stops": "errors",
     "generate": "errors sampling stops",
     "sandbox": "errors",
     "template": "errors sandbox",
     "chat": "errors text tokenizer template generate",
-    "info": f"{_FILE} config requantize memory runtime plan state",
+    "info": f"{_FILE} config requantize memory runtime plan chunk_state state",
     "check_weights": f"{_FILE} config plan stages.*",
     "check_layer": f"{_FILE} config runtime stages.* layer weights state check_weights",
     "check_shapes": f"{_FILE} config runtime stages.* layer plan weights upload state check_weights check_layer",
     "check_extent": f"{_FILE} config check_weights",
-    "check": f"{_FILE} config requantize runtime stages.* layer model reference"
+    "check": f"{_FILE} config requantize runtime stages.* layer loading model reference"
     " check_weights check_layer check_shapes check_extent",
-    "": "errors reference model generate chat",  # `import tmla`: the public names
+    "": "errors reference loading model generate chat",  # `import tmla`: the public names
     "cli_terminal": "",
     "doctor_device": "vulkan_device",
     "doctor_machine": "memory",
@@ -76,11 +79,11 @@ TABLE = {
     "cli_doctor": "doctor doctor_machine cli_terminal .",
     "cli_completion": "errors cli_terminal",
     "cli_check": "errors check cli_terminal",
-    "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
+    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info cli_terminal",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
     "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
     " cli_template",
-    "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
+    "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
     " cli_template cli_completion doctor cli_doctor .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }

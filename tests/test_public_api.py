@@ -13,7 +13,7 @@ from tmla import errors, gguf_file, reference, runtime
 from tmla.chat import ChatTemplate, Session, stream_chat
 from tmla.config import MLAConfig, open_checked
 from tmla.generate import Chunk, Stats
-from tmla.model import demo_path
+from tmla.loading import demo_path
 from tmla.sampling import Sampler
 from tmla.tokenizer import Tokenizer
 

@@ -17,7 +17,8 @@ from tmla.errors import (
     TmlaError,
 )
 from tmla.generate import generate, stream_generate
-from tmla.model import Model, load
+from tmla.loading import load
+from tmla.model import Model
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet until the application asks for the log
 

@@ -10,6 +10,7 @@ from tmla.stages.route_tiles import TILE_TOKENS
 
 MIN_TOKENS = 16  # fewer tokens go through the kernels of single tokens
 MAX_TOKENS = {"cpu": 512, "gpu": 2048}
+LOGIT_ROWS = 16  # tokens whose logits are made together
 MAX_BYTES = 1 << 29  # of one chunk's activations: what bounds the chunk of a wide model
 
 
@@ -96,6 +97,8 @@ class ChunkState:
         pairs = n * cfg.n_experts_used if w["hidden"] else 1
         self.hidden = pool.field(ti.f32, (pairs, max(1, cfg.expert_ffn_dim if w["hidden"] else 1)))
         self.out = pool.field(ti.f32, (pairs, cfg.dim if w["hidden"] else 1))
+        self.x_head = pool.field(ti.f32, (LOGIT_ROWS, cfg.dim))
+        self.logits = pool.field(ti.f32, (LOGIT_ROWS, cfg.n_vocab))
         self.attn = ChunkAttentionScratch(pool, cfg, n, caps)
         self.groups = ExpertGroups(pool, n, cfg.n_experts, cfg.n_experts_used if w["hidden"] else 0, gpu=caps.gpu)
         inner = [cfg.dim, cfg.q_lora_rank, cfg.n_heads * cfg.v_head_dim, w["common"], cfg.expert_ffn_dim]

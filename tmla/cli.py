@@ -15,7 +15,8 @@ from tmla import info, runtime
 from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
-from tmla.model import demo_path, fit_n_ctx
+from tmla.limits import fit_n_ctx
+from tmla.loading import demo_path
 from tmla.requantize import open_checked
 
 _EXIT_CODES = """exit codes:

@@ -12,7 +12,8 @@ from tmla import cli_terminal as terminal
 from tmla import info
 from tmla.errors import ContextError
 from tmla.generate import Chunk, Stats, stream_generate
-from tmla.model import Model, load
+from tmla.loading import load
+from tmla.model import Model
 from tmla.requantize import open_checked
 from tmla.requantize_report import requantize_report
 from tmla.sampling import Sampler

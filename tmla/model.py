@@ -1,22 +1,17 @@
 """A loaded model: the Python decode loop over layers."""
 
 import logging
-import os
-import pathlib
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import taichi as ti
 
-from tmla import config, layer, runtime, state, weights
-from tmla.errors import BackendError, ContextError, NumericsError
+from tmla import chunk_state, config, layer, prefill, runtime, state, weights
+from tmla.errors import ContextError, NumericsError
 from tmla.gguf_file import GGUFFile
-from tmla.limits import check_limits, fit_n_ctx
 from tmla.plan import make_plan
-from tmla.requantize import open_checked
 from tmla.runtime import counter
 from tmla.stages.argmax import NO_ID
 from tmla.tokenizer import Tokenizer
@@ -28,7 +23,7 @@ Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
 
 class Model:
-    """An MLA model in Taichi fields, with its cache. Made by :func:`load`.
+    """An MLA model in Taichi fields, with its cache. Made by :func:`tmla.load`.
 
     Attributes
     ----------
@@ -90,6 +85,8 @@ class Model:
                 ", ".join(bank.roles),
             )
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
+        chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
+        self._prefill = prefill.Prefill(self._globals, self.attention_banks, self.ffn_banks, self._state, chunk)
         self._last_token = -1
         self.memory = {
             "weights": weight_pool.n_bytes,
@@ -142,14 +139,24 @@ class Model:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens)
-        rows = []
-        for token in tokens[:-1]:
-            self._step(token, logits=all_logits)
+        rows: list[np.ndarray] = []
+        done = 0
+        for n in prefill.split(len(tokens), self._prefill.chunk.n_tokens):
+            self._prefill.run(tokens[done : done + n], self.n_past)
+            done += n
+            self.n_past += n
+            self._last_token = tokens[done - 1]
             if all_logits:
+                rows += [self._finite(part) for part in self._prefill.logits(n)]
+            elif done == len(tokens):
+                self._prefill.last_logits(n, self._steps.head)
                 rows.append(self._read_logits())
-        self._step(tokens[-1])
-        last = self._read_logits()
-        return np.stack([*rows, last]) if all_logits else last
+        for i in range(done, len(tokens)):
+            last = i == len(tokens) - 1
+            self._step(tokens[i], logits=all_logits or last)
+            if all_logits or last:
+                rows.append(self._read_logits())
+        return np.vstack(rows) if all_logits else rows[-1]
 
     def decode_greedy(self, token: int, n: int) -> list[int]:
         """Feed `token` and go on greedily: the next `n` ids, read back at most every 64 tokens.
@@ -234,11 +241,13 @@ class Model:
             self._steps.head()
 
     def _read_logits(self) -> np.ndarray:
-        out = self._state.logits.to_numpy()[0]
+        return self._finite(self._state.logits.to_numpy()[0])
+
+    def _finite(self, logits: np.ndarray) -> np.ndarray:
         counter.readbacks += 1
-        if not np.isfinite(out).all():
+        if not np.isfinite(logits).all():
             self._raise_not_finite()
-        return out
+        return logits
 
     def _raise_not_finite(self) -> None:
         """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
@@ -269,78 +278,3 @@ class Model:
 def _free_pools(pools: list[runtime.FieldPool]) -> None:
     for pool in pools:
         pool.destroy()
-
-
-def demo_path() -> pathlib.Path:
-    """The small trained model that the package carries: DeepSeek-V2's structure, 11 M parameters, old novels."""
-    return pathlib.Path(__file__).parent / "data" / "demo.gguf"
-
-
-def load(
-    path: str | os.PathLike | None = None,
-    *,
-    arch: str | None = None,
-    n_ctx: int | str = 4096,
-    cache_dtype: str = "f16",
-    overrides: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    threads: int | None = None,
-    requantize: bool = False,
-) -> Model:
-    """Load a DeepSeek-style GGUF model.
-
-    Parameters
-    ----------
-    path : str or os.PathLike, optional
-        GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16. Default: the small trained model
-        that the package carries (:func:`demo_path`).
-    arch : str, optional
-        Backend: "metal", "cuda", "vulkan" or "cpu". Default "metal" on macOS, else "cpu"; never replaced by another.
-    n_ctx : int or "max"
-        Positions the latent cache holds, ``L * (C + R)`` values each. "max": the trained context, or as much of it as
-        fits the memory.
-    cache_dtype : {"f16", "f32"}
-        Storage of the cache; all arithmetic is f32.
-    overrides : dict, optional
-        Metadata keys to replace or add: ``{"deepseek2.expert_gating_func": 2}``.
-    progress : callable, optional
-        Called with (done_bytes, total_bytes) while weights are copied.
-    threads : int, optional
-        CPU threads; counts for the first model of a process.
-    requantize : bool
-        Accept matrices of other types and round them to Q8_0 while loading (:mod:`tmla.requantize`).
-
-    Returns
-    -------
-    Model
-
-    Raises
-    ------
-    GGUFError
-        The file is damaged, a key or tensor is missing, a shape disagrees with the metadata, a type is not supported,
-        or scales or norms are not finite.
-    BackendError
-        `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
-        memory does not suffice.
-    ContextError
-        `n_ctx` is no positive number.
-    """
-    if cache_dtype not in ("f16", "f32"):
-        raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
-    start = time.perf_counter()
-    path = demo_path() if path is None else path
-    gf, cfg = open_checked(os.fspath(path), overrides=overrides, requantize=requantize)
-    try:
-        tokenizer = Tokenizer.from_gguf(gf)
-        config.check_finite(gf, cfg)
-        caps = runtime.init(arch, threads=threads)
-        check_limits(gf.name, cfg, caps)
-        model = Model(
-            gf, cfg, tokenizer, caps, fit_n_ctx(gf.name, cfg, n_ctx, cache_dtype, caps), cache_dtype, progress
-        )
-    except BaseException:
-        gf.close()
-        raise
-    model.load_s = time.perf_counter() - start
-    log.info("%s: %d tensors; loaded in %.2f s; bytes: %s", gf.name, len(gf.tensors), model.load_s, model.memory)
-    return model

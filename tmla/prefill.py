@@ -6,7 +6,7 @@ there, so the compressed rows are all that is read of the past.
 
 import numpy as np
 
-from tmla.chunk_state import MIN_TOKENS, ChunkState
+from tmla.chunk_state import LOGIT_ROWS, MIN_TOKENS, ChunkState
 from tmla.runtime import counter
 from tmla.stages import chunk_attention, ffn_rows, head_rows, matmul, route_rows, rows
 
@@ -73,3 +73,18 @@ class Prefill:
             attention_rows(a, i, c, self._s, pos0, n)
             network_rows(f, i, c, self._s, n)
         counter.launches += 1
+
+    def last_logits(self, n: int, head) -> None:
+        """Logits behind the last of the chunk's `n` tokens, into the state's; `head` launches the head."""
+        rows.copy_rows(self.chunk.x, n - 1, 1, self._s.x)
+        head()
+
+    def logits(self, n: int):
+        """Logits behind each of the chunk's `n` tokens, f32 [up to LOGIT_ROWS, n_vocab] at a time."""
+        c, g = self.chunk, self._g
+        rows.norm_rows(c.x, g.out_norm, 0, n, g.eps, c.xn)
+        for t in range(0, n, LOGIT_ROWS):
+            part = min(LOGIT_ROWS, n - t)
+            rows.copy_rows(c.xn, t, part, c.x_head)
+            matmul.matmul_q8(g.head_q, g.head_d, 0, c.x_head, part, c.strip, c.logits, scale=g.logit_scale)
+            yield c.logits.to_numpy()[:part]

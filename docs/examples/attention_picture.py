@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from tmla import reference, rope
-from tmla.model import demo_path
+from tmla.loading import demo_path
 from tmla.reference_weights import Weights
 from tmla.requantize import open_checked
 from tmla.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """A decode loop by hand: what `tmla.load` and `tmla.generate` do, without them. The kernels are those of a CPU."""
 
 from tmla import layer, runtime, state, weights
-from tmla.model import demo_path
+from tmla.loading import demo_path
 from tmla.plan import make_plan
 from tmla.requantize import open_checked
 from tmla.tokenizer import Tokenizer

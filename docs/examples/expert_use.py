@@ -3,7 +3,7 @@
 import numpy as np
 
 from tmla import reference
-from tmla.model import demo_path
+from tmla.loading import demo_path
 from tmla.requantize import open_checked
 from tmla.tokenizer import Tokenizer
 

@@ -120,6 +120,19 @@ def _turn_queries(
             q[t, i + 1] = q[t, i + 1] * s
 
 
+@ti.kernel
+def _copy_rows(x: ti.template(), t0: ti.i32, n: ti.i32, y: ti.template()):
+    dim = ti.static(y.shape[1])
+    for k in range(n * dim):
+        t = k // dim
+        y[t, k - t * dim] = x[t0 + t, k - t * dim]
+
+
+def copy_rows(x, t0, n, y):
+    """``y[:n] = x[t0 : t0 + n]``, f32 [T, D]."""
+    _copy_rows(x, t0, n, y)
+
+
 def embed_rows(w_q, w_d, tokens, n, scale, x):
     """Write the embeddings of ``tokens[:n]``, times `scale`: [1, n_vocab, D] and i32 [T] -> f32 [T, D].
 
