@@ -48,7 +48,11 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
-    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer",
+    "atomic": "",
+    "state_file": "errors gguf_kind atomic",
+    "cache_copy": "runtime upload",
+    "saved_state": f"{_FILE} config cache_copy state_file",
+    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer saved_state",
     "sampling": "errors",
     "stops": "errors",
     "generate": "errors sampling stops",
@@ -62,15 +66,24 @@ TABLE = {
     "check_extent": f"{_FILE} config check_weights",
     "check": f"{_FILE} config requantize runtime stages.* layer model reference"
     " check_weights check_layer check_shapes check_extent",
-    "": "errors reference model generate chat",  # `import tmla`: the public names
+    "log_probs": "",
+    "logits_file": "errors gguf_kind atomic",
+    "perplexity": "errors log_probs logits_file",
+    "compare": "errors log_probs logits_file",
+    "": "errors reference model generate chat perplexity compare",  # `import tmla`: the public names
     "cli_terminal": "",
     "cli_check": "errors check cli_terminal",
-    "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
+    "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
+    "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal"
+    " cli_prompt_cache",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
-    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
-    " cli_template",
+    "cli_conversation": "state_file",
+    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info state_file cli_terminal cli_run"
+    " cli_template cli_conversation",
+    "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
+    "cli_compare": "compare logits_file cli_terminal cli_run",
     "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template .",  # the dot: the package itself, for its version
+    " cli_template cli_perplexity cli_compare .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 
@@ -173,7 +186,7 @@ def _defines_kernels(tree):
 def test_kernels_live_in_few_places():
     homes = {name for name, tree in TREES.items() if _defines_kernels(tree)}
     others = {name for name in homes if not name.startswith("stages.")}
-    assert others <= {"layer", "upload", "runtime"}, "stages, their composition, the upload, the question of the width"
+    assert others <= {"layer", "upload", "cache_copy", "runtime"}, "stages, their composition, copies, the lanes' width"
     assert {"stages.norm", "stages.attention", "layer"} <= homes
 
 

@@ -13,6 +13,7 @@ from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.plan import largest_cache, make_plan
 from tmla.requantize import open_checked
 from tmla.runtime import counter
+from tmla.saved_state import KeepsTokens
 from tmla.stages.argmax import NO_ID
 from tmla.stages.attention_shape import MAX_LATENT
 from tmla.stages.ffn_warps import MAX_THREADS
@@ -20,7 +21,7 @@ from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
 
 
-class Model:
+class Model(KeepsTokens):
     """An MLA model in Taichi fields, with its cache. Made by :func:`load`.
 
     Attributes
@@ -58,7 +59,7 @@ class Model:
         self._state.write_tables(writer)
         weights.load_weights(gf, banks, writer, progress)
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
-        self._last_token = -1
+        self._last_token, self._fed = -1, np.full(n_ctx, -1, np.int32)
         self.memory = {
             "weights": weight_pool.n_bytes,
             "cache": cache_pool.n_bytes,
@@ -85,6 +86,7 @@ class Model:
             Logits are not finite.
         """
         self._check([token])
+        self._note([token])
         self._step(int(token))
         return self._read_logits()
 
@@ -107,6 +109,7 @@ class Model:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens)
+        self._note(tokens)
         rows = []
         for token in tokens[:-1]:
             self._step(token, logits=all_logits)
@@ -132,6 +135,7 @@ class Model:
             Fewer than `n` positions are free.
         """
         self._check([token] * n)
+        self._note([token] + [-1] * (n - 1))  # what follows is not known before it is read back
         out: list[int] = []
         self._step(int(token))
         while len(out) < n:
@@ -150,6 +154,7 @@ class Model:
                 self.n_past -= len(out) - 1 - out.index(NO_ID)
                 self._raise_not_finite()
         self._last_token = out[-2] if n > 1 else int(token)
+        self._fed[self.n_past - n + 1 : self.n_past] = out[:-1]
         return out
 
     def reset(self) -> None:

@@ -29,7 +29,7 @@ class Writer:
     """
 
     def __init__(self, fields: Sequence):
-        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, _host_views(fields))}
+        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, host_views(fields))}
 
     def put_q8(self, blocks, w_q, w_d, layer: int, row0: int) -> None:
         """Copy Q8_0 rows, u8 [rows, I/32, 34] or what gives such slices, to row `row0` and on of a layer."""
@@ -62,7 +62,7 @@ class Writer:
             f.from_numpy(values)
 
 
-def _host_views(fields: Sequence) -> list[np.ndarray]:
+def host_views(fields: Sequence) -> list[np.ndarray]:
     """The memory of CPU fields as arrays. A view must not outlive its field."""
     ends: list = []
     for i in range(0, len(fields), 32):  # Taichi warns of longer unrolled loops
