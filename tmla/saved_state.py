@@ -70,6 +70,10 @@ class KeepsTokens:
         """See :func:`tmla.saved_state.fingerprint`."""
         return fingerprint(self.file, self.config, self.n_ctx)
 
+    @functools.cached_property
+    def _rows(self) -> CacheRows:
+        return CacheRows(self.attention_banks)
+
     def save_state(self, path: str | os.PathLike[str], note: Any = None) -> int:
         """Save tokens and cached rows; only the positions that are filled, in the cache's own type.
 
@@ -103,7 +107,7 @@ class KeepsTokens:
         header = Header(
             self.fingerprint, cfg.name, self.cache_dtype, cfg.n_layers, cfg.cache_row_width, self.n_past, note
         )
-        return write_state(path, header, tokens, CacheRows(self.attention_banks).all_of(self.n_past, header.slab_rows))
+        return write_state(path, header, tokens, self._rows.all_of(self.n_past, header.slab_rows))
 
     def restore_state(self, path: str | os.PathLike[str]) -> Any:
         """Put back what :meth:`save_state` saved: decoding goes on as it would have, bit for bit on the same backend.
@@ -159,11 +163,10 @@ class KeepsTokens:
         """Take the first `n_past` positions of a state (all by default); errors as of :meth:`restore_state`."""
         self.check_fits(saved, n_past)
         n = saved.header.n_past if n_past is None else n_past
-        rows = CacheRows(self.attention_banks)
         self.n_past = 0  # until the last row is in, the cache is empty
         for layer, first, slab in saved.slabs():
             if first < n:
-                rows.put(layer, first, slab[: n - first])
+                self._rows.put(layer, first, slab[: n - first])
         self._fed[:n] = saved.tokens[:n]
         self.n_past = n
 
