@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-COMMANDS = ("run", "chat", "info", "check", "template")
+COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -34,7 +34,9 @@ def outside_blocks(text):
 
 def test_the_documents_are_there():
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= set(NAMES)
-    assert {f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "log")} <= set(NAMES)
+    assert {
+        f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "log", "saved_state", "comparing")
+    } <= set(NAMES)
     assert "MIT License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
@@ -115,7 +117,7 @@ def test_options_exist(name, capsys):
 
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
-    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
+    commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.M)
     assert set(COMMANDS) == set(commands)
     for command in commands:
         assert f"`tmla {command} " in README, f"the README's table lacks tmla {command}"

@@ -1,6 +1,5 @@
 """Saved states: a restored session equals one that never stopped; bad files are refused; a kill loses nothing."""
 
-import functools
 import hashlib
 import itertools
 import json
@@ -11,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ import pytest
 import tmla
 from tests.conftest import ROOT, backend, oracle_dir
 from tests.gguf_build import mutate
-from tmla import atomic, plan, state_file
+from tmla import atomic, runtime, state_file
+from tmla.cache_copy import CacheRows
 from tmla.config import open_checked
 from tmla.errors import ContextError, StateError, TmlaError
 from tmla.saved_state import fingerprint
+from tmla.stages.cache_row import cache_field, cache_numpy
 from tmla.state_file import Header, open_state, write_state
 
 ARCH = backend()
@@ -116,17 +118,23 @@ def test_every_bit_pattern_comes_back(models, path, rng):
         assert rows_of(model, 11) == noise.tobytes()
 
 
-def test_layers_in_several_banks(model, path, monkeypatch, saved):
-    monkeypatch.setattr("tmla.model.make_plan", functools.partial(plan.make_plan, max_field=1 << 16))
-    other = load("dsv3")
-    assert len(other.attention_banks) > 1
-    other.prefill(PROMPT)
-    kept = rows_of(other, len(PROMPT))
-    other.save_state(path)
-    other.reset()
-    other.prefill([1] * 50)
-    other.restore_state(path)
-    assert rows_of(other, len(PROMPT)) == kept
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_layers_in_several_banks(arch, rng, dtype):
+    """Layers 0 and 1 in one field, 2 in another; rows of 37 values, which fill no whole number of words."""
+    pool, banks, width = runtime.FieldPool(), [], 37
+    for first, n in ((0, 2), (2, 1)):
+        cache = pool.field(*cache_field(n, 9, width, dtype, runtime.caps().layout))
+        banks.append(types.SimpleNamespace(first=first, n=n, cache=cache, cache_dtype=dtype, row_width=width))
+    rows = CacheRows(banks)
+    noise = rng.integers(0, 256, (3, 9, width * {"f16": 2, "f32": 4}[dtype]), np.uint8)
+    for layer, (start, end) in itertools.product((2, 0, 1), ((4, 9), (0, 4))):
+        rows.put(layer, start, noise[layer, start:end])
+    assert b"".join(slab.tobytes() for slab in rows.all_of(8, 3)) == noise[:, :8].tobytes()
+    np.testing.assert_array_equal(rows.get(1, 2, 5), noise[1, 2:7])
+    values = cache_numpy(banks[1].cache, width, dtype)[0]
+    np.testing.assert_array_equal(values, noise[2].view({"f16": np.float16, "f32": np.float32}[dtype]))
+    del rows
+    pool.destroy()
 
 
 def test_slabs_join(model, path, monkeypatch, saved):

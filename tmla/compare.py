@@ -156,8 +156,7 @@ def _compare_rows(there: np.ndarray, here: np.ndarray, following: np.ndarray, ou
     out["best_there"][:], out["best_here"][:] = there.argmax(-1), here.argmax(-1)
     out["nats_there"][: len(rows)], out["nats_here"][: len(rows)] = -p[rows, following], -q[rows, following]
     difference, sigma = np.abs(there.astype(np.float64) - here).max(-1), there.astype(np.float64).std(-1)
-    with np.errstate(divide="ignore", invalid="ignore"):  # logits that are all equal have no scale
-        out["error"][:] = np.where(difference == 0, 0.0, difference / sigma)
+    out["error"][:] = difference / np.maximum(sigma, 1e-30)  # logits that are all equal have no scale
 
 
 def _perplexity(nats: np.ndarray) -> float:
