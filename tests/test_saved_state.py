@@ -454,7 +454,11 @@ def test_kill_9_of_a_process_that_saves(path):
     assert found.tokens == [9] * found.header.n_past
 
 
-def test_a_header_that_is_too_long(path, monkeypatch):
+def test_notes_that_cannot_be_kept(path, monkeypatch):
+    for note in (object(), {1, 2}, [np.float32(1)]):
+        with pytest.raises(StateError, match="no JSON value"):
+            write_state(path, Header("f", "m", "f16", 1, 4, 0, note), [], [])
+    assert not path.exists()
     monkeypatch.setattr(state_file, "MAX_HEADER_BYTES", 100)
     with pytest.raises(StateError, match="header would have"):
         write_state(path, Header("f", "m", "f16", 1, 4, 0, "x" * 100), [], [])

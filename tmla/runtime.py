@@ -33,6 +33,8 @@ class Caps:
         How Q8_0 quants are stored: u8, or u64 of eight quants each. The same bits.
     debug : bool
         Bounds are checked (CPU and CUDA only).
+    threads : int
+        CPU threads that share a loop; 1 on GPUs.
     """
 
     arch: str
@@ -40,6 +42,7 @@ class Caps:
     lanes: int
     layout: str
     debug: bool
+    threads: int = 1
 
     @property
     def gpu(self) -> bool:
@@ -220,7 +223,7 @@ def _unavailable(arch: str) -> None:
 
 def _probe(arch: str, debug: bool) -> Caps:
     if arch == "cpu":
-        return Caps(arch, "none", 1, "bytes", debug)
+        return Caps(arch, "none", 1, "bytes", debug, ti.lang.impl.current_cfg().cpu_max_num_threads)
     if arch == "cuda":
         return Caps(arch, "warp", 32, "words", debug)
     return Caps(arch, "subgroup", _subgroup_width(), "words", debug)

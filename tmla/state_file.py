@@ -154,10 +154,14 @@ def write_state(
     StateError
         The file cannot be written, or would replace one that is no saved state; what was there is still there.
     """
-    _refuse_to_replace(Path(path))
-    text = json.dumps(dataclasses.asdict(header), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    path = Path(path)
+    _refuse_to_replace(path)
+    try:
+        text = json.dumps(dataclasses.asdict(header), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as e:
+        raise _error(path, f"the note is no JSON value: {e}; nothing was written") from None
     if len(text) > MAX_HEADER_BYTES:
-        raise _error(Path(path), f"its header would have {len(text):,} bytes, at most {MAX_HEADER_BYTES:,} are kept")
+        raise _error(path, f"its header would have {len(text):,} bytes, at most {MAX_HEADER_BYTES:,} are kept")
     digest, n_bytes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
     ids = np.fromiter(tokens, "<i4")
 
@@ -177,7 +181,7 @@ def write_state(
             assert n_bytes == _START.size + len(text) + header.data_bytes, "as many rows as the header says"
             f.write(digest.digest())
     except OSError as e:
-        raise _error(Path(path), f"cannot be written: {_reason(e)}; give another place") from None
+        raise _error(path, f"cannot be written: {_reason(e)}; give another place") from None
     return n_bytes + _DIGEST_BYTES
 
 

@@ -16,8 +16,9 @@ import taichi as ti
 from tmla import runtime
 from tmla.stages.cache_row import cache_row, cache_row_block
 from tmla.stages.lanes import cdiv, log2, width
-from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value
+from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value, row_dot_q8
 from tmla.stages.rope import rope_query, turned
+from tmla.stages.threads import SPREAD, share, slots
 from tmla.stages.words import WORD, dot_word
 
 BLOCK = 256
@@ -33,16 +34,19 @@ def absorb_unsplit_loop(
     qa: ti.template(),
 ):
     n_block = ti.static(w.k_d.shape[2])
-    for hb in range(qa.shape[1] * n_block):
-        h, b = hb // n_block, hb % n_block
-        acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
-        for n in range(w.n_nope):
-            row = h * (w.n_nope + w.n_v) + n
-            s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[(layer[0] - w.first), row, b], ti.f32)
-            for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
-                acc[j] += s * q8_value(w.k_q, (layer[0] - w.first), row, b * Q8_BLOCK + j)
-        for j in range(Q8_BLOCK):
-            qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, qa.shape[1] * n_block)
+            for hb in range(span[0], span[1]):
+                h, b = hb // n_block, hb % n_block
+                acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
+                for n in range(w.n_nope):
+                    row = h * (w.n_nope + w.n_v) + n
+                    s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[layer[0] - w.first, row, b], ti.f32)
+                    for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
+                        acc[j] += s * q8_value(w.k_q, layer[0] - w.first, row, b * Q8_BLOCK + j)
+                for j in range(Q8_BLOCK):
+                    qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
 
 
 @ti.func
@@ -54,16 +58,14 @@ def absorb_split_loop(
     pos: ti.template(),
     qa: ti.template(),
 ):
-    for hc in range(qa.shape[1] * w.n_latent):
-        h, c = hc // w.n_latent, hc % w.n_latent
-        acc = 0.0
-        for b in range(w.k_d.shape[2]):
-            part = 0.0
-            for j in range(Q8_BLOCK):
-                i = b * Q8_BLOCK + j
-                part += q8_value(w.k_q, (layer[0] - w.first), hc, i) * q[0, h * (w.n_nope + w.n_rope) + i]
-            acc += ti.cast(w.k_d[(layer[0] - w.first), hc, b], ti.f32) * part
-        qa[0, h, c] = acc * scale[pos[0]]
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, qa.shape[1] * w.n_latent)
+            for hc in range(span[0], span[1]):
+                h = hc // w.n_latent
+                at = h * (w.n_nope + w.n_rope)
+                dot = row_dot_q8(w.k_q, w.k_d, layer[0] - w.first, hc, q, 0, at, w.k_d.shape[2])
+                qa[0, h, hc - h * w.n_latent] = dot * scale[pos[0]]
 
 
 @ti.func
