@@ -75,7 +75,7 @@ def run(model, mini, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["perplexity"], ["compare"]]
+    "command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["perplexity"], ["compare"], ["doctor"]]
 )
 def test_help_names_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0
@@ -112,6 +112,9 @@ def test_version(capsys):
         (["perplexity", "m.gguf", "t.txt", "--ctx", "1"], "1 is too small"),
         (["compare", "m.gguf"], "--logits"),
         (["compare", "m.gguf", "--logits", "l.npz", "--max-kl", "much"], "--max-kl"),
+        (["doctor", "--arch", "abacus"], "abacus"),
+        (["doctor", "--timeout", "0"], "0 is too small"),
+        (["doctor", "m.gguf"], "m.gguf"),
     ],
 )
 def test_usage_errors(args, message, capsys):
@@ -475,13 +478,14 @@ def test_no_progress_bar_when_piped(capsys):
 # Ctrl-C and closed pipes
 
 
-@pytest.mark.parametrize("command", ["run", "info", "check"])
+@pytest.mark.parametrize("command", ["run", "info", "check", "doctor"])
 def test_interrupt_is_130(command, monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, f"_{command}", interrupted)
-    assert cli.main([command, "m.gguf", *(["-p", "x"] if command == "run" else [])]) == 130
+    args = {"run": ["m.gguf", "-p", "x"], "doctor": []}.get(command, ["m.gguf"])
+    assert cli.main([command, *args]) == 130
     assert capsys.readouterr() == ("", "")
 
 

@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare")
+COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare", "doctor")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 

@@ -36,7 +36,8 @@ TABLE = {
     "reference_weights": f"{_FILE} requantize",
     "reference": f"{_FILE} config rope requantize reference_weights",
     "memory": "errors",
-    "runtime": "errors",
+    "vulkan_device": "",
+    "runtime": "errors vulkan_device",
     "stages.*": "runtime stages.*",
     "layer": "runtime stages.*",
     "plan": "errors config runtime stages.*",
@@ -72,6 +73,14 @@ TABLE = {
     "compare": "errors log_probs logits_file",
     "": "errors reference model generate chat perplexity compare",  # `import tmla`: the public names
     "cli_terminal": "",
+    "doctor_device": "vulkan_device",
+    "doctor_machine": "memory",
+    "doctor_kernels": "stages.*",
+    "doctor_probe": "errors memory runtime stages.* upload doctor_device doctor_kernels",
+    "doctor_process": "",
+    "doctor": "doctor_process",
+    "cli_probe": "errors runtime doctor_probe doctor_process cli_terminal",
+    "cli_doctor": "doctor doctor_machine cli_terminal .",
     "cli_check": "errors check cli_terminal",
     "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
     "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal"
@@ -83,7 +92,7 @@ TABLE = {
     "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
     "cli_compare": "compare logits_file cli_terminal cli_run",
     "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template cli_perplexity cli_compare .",  # the dot: the package itself, for its version
+    " cli_template cli_perplexity cli_compare doctor cli_doctor .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 
@@ -186,7 +195,9 @@ def _defines_kernels(tree):
 def test_kernels_live_in_few_places():
     homes = {name for name, tree in TREES.items() if _defines_kernels(tree)}
     others = {name for name in homes if not name.startswith("stages.")}
-    assert others <= {"layer", "upload", "cache_copy", "runtime"}, "stages, their composition, copies, the lanes' width"
+    assert others <= {"layer", "upload", "cache_copy", "runtime", "doctor_kernels"}, (
+        "stages, their composition, copies, questions"
+    )
     assert {"stages.norm", "stages.attention", "layer"} <= homes
 
 

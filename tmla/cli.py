@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``perplexity``, ``compare``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor`` and the measurements."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import tmla
 from tmla import cli_compare, cli_perplexity, info, runtime
 from tmla import cli_terminal as terminal
+from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
 from tmla.model import demo_path, fit_n_ctx
@@ -19,7 +20,8 @@ from tmla.requantize import open_checked
 
 _EXIT_CODES = """exit codes:
   0    done (also when the context is full, and when Ctrl-D or /quit ends a chat)
-  1    tmla check found an error above its tolerance, or tmla compare one above --max-kl
+  1    tmla check found an error above its tolerance, tmla compare a KL above --max-kl; tmla doctor a wrong result, a
+       crash or a probe without end
   2    the command line, the file or the backend cannot be used; one line on stderr says why
   130  ended by Ctrl-C (while kernels compile by the signal itself, which a shell shows as 130)
   141  the reader of the output went away
@@ -118,6 +120,12 @@ def _compare(args: argparse.Namespace) -> int:
     return cli_compare.compare_logits(args)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from tmla.cli_doctor import run
+
+    return run(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tmla",
@@ -181,6 +189,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_template(p)
     p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
     _add_measurements(commands)
+
+    p = _bare_command(commands, "doctor", _doctor, "find out what this machine's backends can do; a report to paste")
+    p.set_defaults(file="")
+    p.add_argument(
+        "--arch", nargs="+", choices=runtime.ARCHS, help=f"backends to examine ({' '.join(default_archs())} here)"
+    )
+    p.add_argument(
+        "--timeout", type=_at_least(1), default=int(TIMEOUT_S), metavar="S", help=f"seconds of a probe ({TIMEOUT_S:g})"
+    )
+    p.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
 
@@ -208,7 +226,7 @@ def _add_measurement_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+def _bare_command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
     p: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -217,8 +235,13 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.set_defaults(command=function, name=name)
-    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file, or any shard of one (demo model)")
     p.add_argument("-v", "--verbose", action="count", default=0, help="log what is done to stderr; twice for details")
+    return p
+
+
+def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    p = _bare_command(commands, name, function, text)
+    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file, or any shard of one (demo model)")
     p.add_argument(
         "--override",
         type=_override,

@@ -29,7 +29,7 @@ class _CountingPool:
     def __init__(self) -> None:
         self.n_bytes = 0
 
-    def field(self, dtype: Any, shape: tuple[int, ...]) -> _CountingPool:
+    def field(self, dtype: Any, shape: tuple[int, ...], name: str = "") -> _CountingPool:
         self.n_bytes += math.prod(shape) * runtime.dtype_bytes(dtype)
         return self
 

@@ -40,7 +40,7 @@ class Model(KeepsTokens):
         self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
-        plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout)
+        plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout, promised=caps.max_buffer)
         pools = [runtime.FieldPool() for _ in range(3)]
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
@@ -334,7 +334,7 @@ def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
     plan = make_plan(cfg, 1, cache_dtype, caps.layout)
     per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
     available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = largest_cache(cfg, cache_dtype)
+    limit = largest_cache(cfg, cache_dtype, min(runtime.MAX_FIELD, caps.max_buffer or runtime.MAX_FIELD))
     if n_ctx == "max":
         fits = min(cfg.context_length, limit)
         if available is not None:

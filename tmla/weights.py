@@ -19,8 +19,9 @@ class Bank:
     def __init__(self, plan: BankPlan, pool: FieldPool, cache_pool: FieldPool):
         self.first, self.n, self.roles = plan.first, plan.n, plan.roles
         self.fields = []  # all but the cache
+        layers = f"layers {plan.first} to {plan.first + plan.n - 1}"
         for name, (dtype, shape) in plan.fields.items():
-            f = (cache_pool if name == "cache" else pool).field(dtype, shape)
+            f = (cache_pool if name == "cache" else pool).field(dtype, shape, f"{name} of {layers}")
             setattr(self, name, f)
             self.fields += [f] * (name != "cache")
 
@@ -87,7 +88,7 @@ class Globals:
         self.first, self.n = 0, 1
         self.fields = []
         for name, (dtype, shape) in plan.globals.items():
-            setattr(self, name, pool.field(dtype, shape))
+            setattr(self, name, pool.field(dtype, shape, name))
             self.fields.append(getattr(self, name))
         if cfg.tied_head:
             self.head_q, self.head_d = self.embd_q, self.embd_d

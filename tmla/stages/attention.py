@@ -27,7 +27,7 @@ def split_span(n_rows, n_splits: ti.template(), tile: ti.template()):
 
 
 @ti.func
-def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), width, s, scores: ti.template()):
+def _tile_scores(w: ti.template(), layer: ti.template(), t0, t1, qa: ti.template(), s, scores: ti.template()):
     """scores[s, h, t - t0] = qa[0, h] . cache[layer, t] for the tile's rows and all heads."""
     n_heads = ti.static(qa.shape[1])
     for hg in range((n_heads + HEADS - 1) // HEADS):
@@ -39,8 +39,9 @@ def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), width, 
             h1, h2, h3 = ti.min(h0 + 1, n_heads - 1), ti.min(h0 + 2, n_heads - 1), ti.min(h0 + 3, n_heads - 1)
             a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
             b0, b1, b2, b3 = 0.0, 0.0, 0.0, 0.0
-            for c in range(width):
-                ka, kb = ti.cast(cache[layer, ta, c], ti.f32), ti.cast(cache[layer, tb, c], ti.f32)
+            for c in range(w.row_width):
+                ka = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
+                kb = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
                 q0, q1, q2, q3 = qa[0, h0, c], qa[0, h1, c], qa[0, h2, c], qa[0, h3, c]
                 a0 += ka * q0
                 a1 += ka * q1
@@ -81,7 +82,7 @@ def _tile_softmax(s, n, first, a: ti.template()):
 
 
 @ti.func
-def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()):
+def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti.template()):
     """a.part[s, h] = a.part[s, h] * rescale + sum over the tile of weight * latent."""
     n_heads, n_latent = ti.static(a.part.shape[1], a.part.shape[2])
     for hg in range((n_heads + 1) // 2):
@@ -107,8 +108,10 @@ def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()
                 ta, tb, tc, td = t0 + k, t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
                 for j in range(CHUNK):
                     c = b * CHUNK + j
-                    v0, v1 = ti.cast(cache[layer, ta, c], ti.f32), ti.cast(cache[layer, tb, c], ti.f32)
-                    v2, v3 = ti.cast(cache[layer, tc, c], ti.f32), ti.cast(cache[layer, td, c], ti.f32)
+                    v0 = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
+                    v1 = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
+                    v2 = ti.cast(w.cache[layer[0] - w.first, tc, c], ti.f32)
+                    v3 = ti.cast(w.cache[layer[0] - w.first, td, c], ti.f32)
                     acc0[j] += p0 * v0 + p1 * v1 + p2 * v2 + p3 * v3
                     acc1[j] += r0 * v0 + r1 * v1 + r2 * v2 + r3 * v3
             f0, f1 = a.rescale[s, h0], a.rescale[s, h1]
@@ -126,16 +129,16 @@ def attention_loop(w: ti.template(), layer: ti.template(), pos: ti.template(), q
     for i in range(a.part.shape[0] * SPREAD):
         if i % SPREAD == 0:
             s = i // SPREAD
-            n_rows, lay = pos[0] + 1, layer[0] - w.first
+            n_rows = pos[0] + 1
             span = split_span(n_rows, a.part.shape[0], TILE)
             first = s * span[0]
             n_tiles = (n_rows + TILE - 1) // TILE
             for tile in range(first, ti.min(first + span[0], n_tiles)):
                 t0 = tile * TILE
                 t1 = ti.min(t0 + TILE, n_rows)
-                _tile_scores(w.cache, lay, t0, t1, qa, w.row_width, s, a.scores)
+                _tile_scores(w, layer, t0, t1, qa, s, a.scores)
                 _tile_softmax(s, t1 - t0, tile == first, a)
-                _tile_values(w.cache, lay, t0, t1, s, tile == first, a)
+                _tile_values(w, layer, t0, t1, s, tile == first, a)
 
 
 @ti.kernel
