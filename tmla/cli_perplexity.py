@@ -19,11 +19,11 @@ The text is cut into windows of --ctx tokens. Each is computed from an empty
 cache and begins with BOS, if the file wants one, in the place of its first
 token. Windows begin --stride tokens after each other; every token but the
 first is scored once, in the first window that foresees it: with at least ctx -
-stride tokens before it, but in the first window. --halves scores as llama-
-perplexity of llama.cpp does: windows do not overlap, and of each the tokens
-behind position ctx / 2 are scored; what is left over at the end is not. The
-standard error is llama.cpp's, too: perplexity times std(nats) / sqrt(tokens -
-1)."""
+stride tokens before it, but in the first window. --halves scores as
+llama-perplexity of llama.cpp does: windows do not overlap, and of each the
+tokens behind position ctx / 2 are scored; what is left over at the end is not.
+The standard error is llama.cpp's, too: perplexity times std(nats) /
+sqrt(tokens - 1)."""
 
 
 def measure(args: argparse.Namespace) -> int:
