@@ -74,7 +74,9 @@ def run(model, mini, monkeypatch, capsys):
 # usage
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["perplexity"], ["compare"], ["doctor"]]
+)
 def test_help_names_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -106,6 +108,10 @@ def test_version(capsys):
         (["info", "m.gguf", "--fast"], "--fast"),
         (["chat", "m.gguf", "--raw", "--template", "t"], "not allowed with"),
         (["template", "m.gguf"], "--messages"),
+        (["perplexity"], "TEXT"),
+        (["perplexity", "m.gguf", "t.txt", "--ctx", "1"], "1 is too small"),
+        (["compare", "m.gguf"], "--logits"),
+        (["compare", "m.gguf", "--logits", "l.npz", "--max-kl", "much"], "--max-kl"),
         (["doctor", "--arch", "abacus"], "abacus"),
         (["doctor", "--timeout", "0"], "0 is too small"),
         (["doctor", "m.gguf"], "m.gguf"),
@@ -118,7 +124,13 @@ def test_usage_errors(args, message, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("args", [["run", "-p", "x"], ["chat"], ["info"], ["check"], ["template", "--messages", "m"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "-p", "x"], ["chat"], ["info"], ["check"], ["template", "--messages", "m"], ["perplexity", "t"],
+        ["compare", "--logits", "l"],
+    ],
+)  # fmt: skip
 def test_no_file_is_the_demo_model_and_said(args, monkeypatch, capsys):
     files = []
     monkeypatch.setattr(cli, f"_{args[0]}", lambda args: files.append(args.file) or 0)

@@ -32,8 +32,10 @@ PAGES = [
     "numerics",
     "troubleshooting",
     "porting",
+    "saved_state",
+    "comparing",
 ]
-COMMANDS = ("run", "chat", "info", "check", "template", "doctor", "completion")
+COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare", "doctor", "completion")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -146,7 +148,7 @@ def test_exit_codes_and_variables_are_in_the_page_of_commands():
 
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
-    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.M)
+    commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.M)
     assert set(COMMANDS) == set(commands)
     for command in commands:
         assert f"`tmla {command} " in README, f"the README's table lacks tmla {command}"

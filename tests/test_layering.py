@@ -52,8 +52,12 @@ TABLE = {
     "limits": "errors config memory runtime stages.* plan chunk_state state",
     "chunk_state": "config runtime stages.*",
     "prefill": "chunk_state runtime stages.*",
-    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer",
+    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer saved_state",
     "loading": f"{_FILE} config requantize runtime limits model tokenizer",
+    "atomic": "",
+    "state_file": "errors gguf_kind atomic",
+    "cache_copy": "runtime upload",
+    "saved_state": f"{_FILE} config cache_copy state_file",
     "sampling": "errors",
     "stops": "errors",
     "generate": "errors sampling stops",
@@ -67,7 +71,11 @@ TABLE = {
     "check_extent": f"{_FILE} config check_weights",
     "check": f"{_FILE} config requantize runtime stages.* layer loading model reference"
     " check_weights check_layer check_shapes check_extent",
-    "": "errors reference loading model generate chat",  # `import tmla`: the public names
+    "log_probs": "",
+    "logits_file": "errors gguf_kind atomic",
+    "perplexity": "errors log_probs logits_file",
+    "compare": "errors log_probs logits_file",
+    "": "errors reference loading model generate chat perplexity compare",  # `import tmla`: the public names
     "cli_terminal": "",
     "doctor_device": "vulkan_device",
     "doctor_machine": "memory",
@@ -79,12 +87,17 @@ TABLE = {
     "cli_doctor": "doctor doctor_machine cli_terminal .",
     "cli_completion": "errors cli_terminal",
     "cli_check": "errors check cli_terminal",
-    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info cli_terminal",
+    "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
+    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info cli_terminal"
+    " cli_prompt_cache",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
-    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
-    " cli_template",
+    "cli_conversation": "state_file",
+    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info state_file cli_terminal cli_run"
+    " cli_template cli_conversation",
+    "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
+    "cli_compare": "compare logits_file cli_terminal cli_run",
     "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template cli_completion doctor cli_doctor .",  # the dot: the package itself, for its version
+    " cli_template cli_completion cli_perplexity cli_compare doctor cli_doctor .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 
@@ -187,8 +200,8 @@ def _defines_kernels(tree):
 def test_kernels_live_in_few_places():
     homes = {name for name, tree in TREES.items() if _defines_kernels(tree)}
     others = {name for name in homes if not name.startswith("stages.")}
-    assert others <= {"layer", "upload", "runtime", "doctor_kernels"}, (
-        "stages, their composition, the upload, questions"
+    assert others <= {"layer", "upload", "cache_copy", "runtime", "doctor_kernels"}, (
+        "stages, their composition, copies, questions"
     )
     assert {"stages.norm", "stages.attention", "layer"} <= homes
 

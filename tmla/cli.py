@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor``, ``completion``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor`` and the measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tmla
+from tmla import cli_compare, cli_perplexity, info, runtime
 from tmla import cli_terminal as terminal
-from tmla import info, runtime
 from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
@@ -21,7 +21,8 @@ from tmla.requantize import open_checked
 
 _EXIT_CODES = """exit codes:
   0    done (also when the context is full, and when Ctrl-D or /quit ends a chat)
-  1    tmla check found an error above its tolerance; tmla doctor a wrong result, a crash or a probe without end
+  1    tmla check found an error above its tolerance, tmla compare a KL above --max-kl; tmla doctor a wrong result, a
+       crash or a probe without end
   2    the command line, the file or the backend cannot be used; one line on stderr says why
   130  ended by Ctrl-C (while kernels compile by the signal itself, which a shell shows as 130)
   141  the reader of the output went away
@@ -112,6 +113,14 @@ def _template(args: argparse.Namespace) -> int:
     return show_template(args)
 
 
+def _perplexity(args: argparse.Namespace) -> int:
+    return cli_perplexity.measure(args)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    return cli_compare.compare_logits(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from tmla.cli_doctor import run
 
@@ -146,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--special", action="store_true", help="read control tokens in the prompt's text as such")
     p.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the turn")
     p.add_argument("--ids", action="store_true", help="print ids instead of text")
+    p.add_argument(
+        "--prompt-cache",
+        metavar="FILE",
+        help="begin with what FILE holds of this prompt, if it is there, and save tokens and cache in it at the end",
+    )
 
     p = _command(commands, "chat", _chat, "talk with a model through its own chat template; /help lists what it knows")
     _add_backend(p)
@@ -181,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_template(p)
     p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
+    _add_measurements(commands)
 
     p = _bare_command(commands, "doctor", _doctor, "find out what this machine's backends can do; a report to paste")
     p.set_defaults(file="")
@@ -195,6 +210,30 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
     p.set_defaults(command=_completion, name="completion", file="", verbose=0, parser=parser)
     return parser
+
+
+def _add_measurements(commands: Any) -> None:
+    p = _command(commands, "perplexity", _perplexity, "measure how well a model foresees a text")
+    p.description = cli_perplexity.DESCRIPTION
+    p.add_argument("text", metavar="TEXT", help="file with the text, UTF-8; - reads stdin")
+    p.add_argument("--ctx", dest="n_ctx", type=_at_least(2), default=512, metavar="N", help="tokens of a window (512)")
+    p.add_argument("--stride", type=_at_least(1), metavar="N", help="tokens between two windows' beginnings (ctx / 2)")
+    p.add_argument("--halves", action="store_true", help="score as llama.cpp's llama-perplexity does")
+    p.add_argument("--dump", metavar="FILE.npz", help="write tokens and logits of all windows, for tmla compare")
+    _add_measurement_options(p)
+
+    p = _command(commands, "compare", _compare, "compare a model's logits with another engine's")
+    p.description = cli_compare.DESCRIPTION
+    p.add_argument("--logits", required=True, metavar="FILE.npz", help="tokens and logits of the other engine")
+    p.add_argument("--max-kl", type=float, metavar="X", help="exit with 1 if the mean KL is above X nats")
+    _add_measurement_options(p)
+
+
+def _add_measurement_options(p: argparse.ArgumentParser) -> None:
+    _add_backend(p)
+    _add_cache(p)
+    _add_requantize(p)
+    p.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _bare_command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
@@ -239,6 +278,10 @@ def _add_context(p: argparse.ArgumentParser) -> None:
         metavar="N|max",
         help=f"tokens the cache holds; max: as many as were trained and fit the memory ({_DEFAULT_CTX})",
     )
+    _add_cache(p)
+
+
+def _add_cache(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
 
 

@@ -13,6 +13,7 @@ from tmla.errors import ContextError, NumericsError
 from tmla.gguf_file import GGUFFile
 from tmla.plan import make_plan
 from tmla.runtime import counter
+from tmla.saved_state import KeepsTokens
 from tmla.stages.argmax import NO_ID
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
 
-class Model:
+class Model(KeepsTokens):
     """An MLA model in Taichi fields, with its cache. Made by :func:`tmla.load`.
 
     Attributes
@@ -87,7 +88,7 @@ class Model:
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
         chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
         self._prefill = prefill.Prefill(self._globals, self.attention_banks, self.ffn_banks, self._state, chunk)
-        self._last_token = -1
+        self._last_token, self._fed = -1, np.full(n_ctx, -1, np.int32)
         self.memory = {
             "weights": weight_pool.n_bytes,
             "cache": cache_pool.n_bytes,
@@ -116,6 +117,7 @@ class Model:
             Logits are not finite.
         """
         self._check([token])
+        self._note([token])
         self._step(int(token))
         return self._read_logits()
 
@@ -139,6 +141,7 @@ class Model:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens)
+        self._note(tokens)
         rows: list[np.ndarray] = []
         done = 0
         for n in prefill.split(len(tokens), self._prefill.chunk.n_tokens):
@@ -181,6 +184,7 @@ class Model:
             Logits are not finite; :attr:`n_past` is put back to the token at fault.
         """
         self._check([token] * n)
+        self._note([token] + [-1] * (n - 1))  # what follows is not known before it is read back
         out: list[int] = []
         self._step(int(token))
         while len(out) < n:
@@ -199,6 +203,7 @@ class Model:
                 self.n_past -= len(out) - 1 - out.index(NO_ID)
                 self._raise_not_finite()
         self._last_token = out[-2] if n > 1 else int(token)
+        self._fed[self.n_past - n + 1 : self.n_past] = out[:-1]
         return out
 
     def reset(self) -> None:

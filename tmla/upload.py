@@ -32,7 +32,7 @@ class Writer:
     """
 
     def __init__(self, fields: Sequence):
-        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, _host_views(fields))}
+        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, host_views(fields))}
         for view in self._views.values():
             _ask_for_huge_pages(view)
 
@@ -67,7 +67,7 @@ class Writer:
             f.from_numpy(values)
 
 
-def _host_views(fields: Sequence) -> list[np.ndarray]:
+def host_views(fields: Sequence) -> list[np.ndarray]:
     """The memory of CPU fields as arrays. A view must not outlive its field."""
     ends: list = []
     for i in range(0, len(fields), 32):  # Taichi warns of longer unrolled loops

@@ -93,8 +93,18 @@ def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti
             for tg in range((t1 - t0 + 3) // 4):
                 # rows past the end repeat the last one with weight 0
                 k, last = tg * 4, t1 - t0 - 1
-                p0, p1, p2, p3 = a.scores[s, h0, k], a.scores[s, h0, k + 1], a.scores[s, h0, k + 2], a.scores[s, h0, k + 3]
-                r0, r1, r2, r3 = a.scores[s, h1, k], a.scores[s, h1, k + 1], a.scores[s, h1, k + 2], a.scores[s, h1, k + 3]
+                p0, p1, p2, p3 = (
+                    a.scores[s, h0, k],
+                    a.scores[s, h0, k + 1],
+                    a.scores[s, h0, k + 2],
+                    a.scores[s, h0, k + 3],
+                )
+                r0, r1, r2, r3 = (
+                    a.scores[s, h1, k],
+                    a.scores[s, h1, k + 1],
+                    a.scores[s, h1, k + 2],
+                    a.scores[s, h1, k + 3],
+                )
                 ta, tb, tc, td = t0 + k, t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
                 for j in range(CHUNK):
                     c = b * CHUNK + j

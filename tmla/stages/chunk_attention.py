@@ -20,7 +20,9 @@ QUERIES = 48  # tokens of one head that a thread works on
 
 
 @ti.kernel
-def _spread_segment(w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, keys: ti.template(), values: ti.template()):
+def _spread_segment(
+    w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, keys: ti.template(), values: ti.template()
+):
     """keys[0, r (C + R) + c] and values[0, c SEGMENT + r] of the cached rows r0 + r; values behind n_rows are 0."""
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:

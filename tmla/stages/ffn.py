@@ -78,13 +78,9 @@ def ffn_down_loop(w: ti.template(), layer: ti.template(), r: ti.template(), hidd
                     n_block = ti.static(w.down_exps_d.shape[2])
                     for k in range(w.n_used):
                         row, at = r.expert[0, k] * n_out + o, k * w.expert_ffn_dim
-                        acc += row_dot_q8(
-                            w.down_exps_q, w.down_exps_d, layer[0] - w.first, row, hidden, 0, at, n_block
-                        )
+                        acc += row_dot_q8(w.down_exps_q, w.down_exps_d, layer[0] - w.first, row, hidden, 0, at, n_block)
                 if ti.static(w.common_ffn_dim > 0):
-                    acc += row_dot_q8(
-                        w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, first, w.down_d.shape[2]
-                    )
+                    acc += row_dot_q8(w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, first, w.down_d.shape[2])
                 x[0, o] = x[0, o] + w.residual_scale * acc
 
 

@@ -85,7 +85,13 @@ def _up_experts_loop(
 
 @ti.kernel
 def _up_common_loop(
-    w: ti.template(), lay: ti.i32, x: ti.template(), n: ti.i32, g: ti.template(), strip: ti.template(), hidden: ti.template()
+    w: ti.template(),
+    lay: ti.i32,
+    x: ti.template(),
+    n: ti.i32,
+    g: ti.template(),
+    strip: ti.template(),
+    hidden: ti.template(),
 ):
     n_in = ti.static(x.shape[1])
     half = ti.static(strip_rows(x.shape[1]) // 2)

@@ -1,3 +1,5 @@
 """placeholder"""
+
+
 def ffn_rows_simt(*a):
     raise NotImplementedError

@@ -35,7 +35,9 @@ def _fill_keys(w: ti.template(), lay, h, c0, strip: ti.template(), slot):
 
 
 @ti.kernel
-def _absorb_rows_loop(w: ti.template(), lay: ti.i32, q: ti.template(), n: ti.i32, strip: ti.template(), qa: ti.template()):
+def _absorb_rows_loop(
+    w: ti.template(), lay: ti.i32, q: ti.template(), n: ti.i32, strip: ti.template(), qa: ti.template()
+):
     per_head, width = ti.static(w.n_latent // ROWS, qa.shape[1] // w.n_heads)
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:
@@ -61,7 +63,9 @@ def _copy_pe_loop(w: ti.template(), q: ti.template(), n: ti.i32, qa: ti.template
 
 
 @ti.kernel
-def _value_rows_loop(w: ti.template(), lay: ti.i32, mix: ti.template(), n: ti.i32, strip: ti.template(), o: ti.template()):
+def _value_rows_loop(
+    w: ti.template(), lay: ti.i32, mix: ti.template(), n: ti.i32, strip: ti.template(), o: ti.template()
+):
     per_head = ti.static(-(-w.n_v // ROWS))
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:
@@ -71,7 +75,9 @@ def _value_rows_loop(w: ti.template(), lay: ti.i32, mix: ti.template(), n: ti.i3
                 v0 = (u - h * per_head) * ROWS
                 n_rows = ti.min(ROWS, w.n_v - v0)
                 for r in range(n_rows):
-                    fill_row(w.v_q, w.v_d, lay, h * w.v_stride + w.v_offset + v0 + r, strip, i // SPREAD, r * w.n_latent)
+                    fill_row(
+                        w.v_q, w.v_d, lay, h * w.v_stride + w.v_offset + v0 + r, strip, i // SPREAD, r * w.n_latent
+                    )
                 x0, o0 = h * w.n_latent, h * w.n_v + v0
                 strip_times_rows(strip, i // SPREAD, n_rows, mix, 0, n, x0, w.n_latent, 1.0, False, o, o0)
 

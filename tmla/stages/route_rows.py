@@ -15,7 +15,9 @@ from tmla.stages.threads import SPREAD, share, slots
 
 
 @ti.kernel
-def _logit_rows_loop(w: ti.template(), lay: ti.i32, x: ti.template(), n: ti.i32, strip: ti.template(), logit: ti.template()):
+def _logit_rows_loop(
+    w: ti.template(), lay: ti.i32, x: ti.template(), n: ti.i32, strip: ti.template(), logit: ti.template()
+):
     dim, n_expert = ti.static(w.router.shape[2], w.router.shape[1])
     rows = ti.static(strip_rows(w.router.shape[2]))
     for i in range(ti.static(slots() * SPREAD)):

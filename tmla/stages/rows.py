@@ -44,9 +44,7 @@ def _norm_rows_loop(x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, 
 
 
 @ti.kernel
-def _norm_rows_simt(
-    x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, eps: ti.template(), y: ti.template()
-):
+def _norm_rows_simt(x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, eps: ti.template(), y: ti.template()):
     dim = ti.static(w.shape[1])
     ti.loop_config(block_dim=BLOCK)
     for i in range(n * BLOCK):
