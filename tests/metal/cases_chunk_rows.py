@@ -25,7 +25,9 @@ def build_embed(n):
     tokens[n:] = -1  # what a shorter prompt leaves there must not be read
     x = target(field, n, 96)
     call = functools.partial(rows.embed_rows, *field.q8(w_q, w_d), field(tokens), n, 3.0, x)
-    return Built(call, field.inputs, {x: rows_and_rest(np.stack([embed_ref(w_q[0], w_d[0], t, 3.0) for t in tokens[:n]]))})
+    return Built(
+        call, field.inputs, {x: rows_and_rest(np.stack([embed_ref(w_q[0], w_d[0], t, 3.0) for t in tokens[:n]]))}
+    )
 
 
 def build_norm(n, dim):
@@ -77,9 +79,10 @@ def build_turn(n, half):
     return Built(call, field.inputs, {f_q: close(made)})
 
 
-def build_attention(pos0, n, h, c, r, segment, dtype):
-    """Attention of `n` tokens from position `pos0` on, `segment` cached rows at a time."""
-    rng, field, n_rows = np.random.default_rng(95), Fields(), pos0 + n
+def build_attention(chunks, h, c, r, segment, dtype):
+    """Attention of chunks, (position, tokens) each, one after the other in the same buffers, `segment` rows at a time."""
+    rng, field = np.random.default_rng(95), Fields()
+    n_rows, n = max(map(sum, chunks)), max(n for _, n in chunks)
     width = -(-(c + r) // 4) * 4
     cached = rng.standard_normal((2, n_rows + 1, width)).astype(dtype)
     cached[:, n_rows] = np.nan  # behind the chunk: must not be read
@@ -87,16 +90,23 @@ def build_attention(pos0, n, h, c, r, segment, dtype):
     cached[..., c + r :] = 0
     qa = np.full((n + SPARE, h, width), np.nan, np.float32)  # the padding too
     qa[:n, :, : c + r] = rng.standard_normal((n, h, c + r)) * 3.0 / np.sqrt(c + r)
-    w = Record(cache=field(cached.view(np.uint64)), cache_f32=dtype == np.float32, row_width=c + r, n_latent=c, n_heads=h)
+    w = Record(
+        cache=field(cached.view(np.uint64)), cache_f32=dtype == np.float32, row_width=c + r, n_latent=c, n_heads=h
+    )
     scratch = Record(
         p=field.poisoned((n + SPARE) * h, segment),
         **{name: field.poisoned((n + SPARE) * h) for name in ("rescale", "factor")},
         **{name: field.poisoned(n + SPARE, h) for name in ("top", "total")},
     )
-    mix = target(field, n, h * c)
-    f_qa = field(qa.reshape(n + SPARE, h * width))
-    call = functools.partial(chunk_attention.attend_rows, w, 1, f_qa, pos0, n, scratch, mix)
-    ref = chunk_attention.attend_rows_ref(cached[1, :n_rows, : c + r], qa[:n, :, : c + r], pos0, c)
+    mix, f_qa = target(field, n, h * c), field(qa.reshape(n + SPARE, h * width))
+    ref = np.full((n, h, c), np.nan)
+    for pos0, m in chunks:
+        ref[:m] = chunk_attention.attend_rows_ref(cached[1, :, : c + r], qa[:m, :, : c + r], pos0, c)
+
+    def call():
+        for pos0, m in chunks:
+            chunk_attention.attend_rows(w, 1, f_qa, pos0, m, scratch, mix)
+
     return Built(call, field.inputs, {mix: rows_and_rest(ref.reshape(n, h * c))})
 
 
@@ -104,14 +114,11 @@ F16, F32 = np.float16, np.float32
 CASES = [
     MetalCase("chunk_embed", lambda: build_embed(3)),
     MetalCase("chunk_norm", lambda: build_norm(5, 300)),
-    MetalCase("chunk_norm_1_token", lambda: build_norm(1, 45)),
     MetalCase("chunk_copy", build_copy),
     MetalCase("chunk_cache_f16", lambda: build_cache(5, False, F16)),
-    MetalCase("chunk_cache_half_f32", lambda: build_cache(2, True, F32)),
+    MetalCase("chunk_cache_half_f32", lambda: build_cache(5, True, F32)),
     MetalCase("chunk_turn", lambda: build_turn(5, False)),
     MetalCase("chunk_turn_half", lambda: build_turn(1, True)),
-    MetalCase("chunk_attention_1_token", lambda: build_attention(0, 1, 3, 96, 16, 256, F32)),
-    MetalCase("chunk_attention_2_tokens_after_130_f16", lambda: build_attention(130, 2, 3, 160, 18, 256, F16)),
-    MetalCase("chunk_attention_65_tokens_2_segments", lambda: build_attention(37, 65, 3, 96, 16, 64, F32)),
-    MetalCase("chunk_attention_63_tokens_3_segments_f16", lambda: build_attention(5, 63, 2, 96, 18, 32, F16)),
+    MetalCase("chunk_attention_2_segments", lambda: build_attention([(37, 65), (0, 1)], 3, 96, 16, 64, F32)),
+    MetalCase("chunk_attention_3_segments_f16", lambda: build_attention([(5, 63), (130, 2)], 3, 160, 18, 64, F16)),
 ]

@@ -34,7 +34,9 @@ def segment_rows(n_queries: int) -> int:
 
 
 @ti.func
-def _fetch_queries(v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid):
+def _fetch_queries(
+    v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid
+):
     for i in ti.static(range(4)):
         k = k0 + (tid & 7) * 4 + i
         v[i], v[4 + i] = 0.0, 0.0
@@ -62,7 +64,14 @@ def _put_keys(ws: ti.template(), kw: ti.template(), w: ti.template(), tid):
 
 @ti.kernel
 def _score_tiles(
-    w: ti.template(), lay: ti.i32, qa: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, p: ti.template()
+    w: ti.template(),
+    lay: ti.i32,
+    qa: ti.template(),
+    pos0: ti.i32,
+    n: ti.i32,
+    r0: ti.i32,
+    n_rows: ti.i32,
+    p: ti.template(),
 ):
     """p[m, r] = query m . cached row r0 + r."""
     n_heads, qw = ti.static(w.n_heads, qa.shape[1] // w.n_heads)
