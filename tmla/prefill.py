@@ -8,7 +8,7 @@ import numpy as np
 
 from tmla.chunk_state import LOGIT_ROWS, MIN_TOKENS, ChunkState
 from tmla.runtime import counter
-from tmla.stages import chunk_attention, ffn_rows, head_rows, matmul, route_rows, rows
+from tmla.stages import chunk_attention, ffn_rows, matmul, route_rows, rows
 
 
 def split(n: int, largest: int) -> list[int]:
@@ -32,9 +32,7 @@ def attention_rows(w, i: int, c: ChunkState, s, pos0: int, n: int) -> None:
         matmul.matmul_q8(w.q_b_q, w.q_b_d, lay, c.q_low, n, c.strip, c.q)
     rows.cache_rows(w, lay, c.proj, s.rope, pos0, n)
     rows.turn_queries(w, c.q, s.rope, s.scale, pos0, n)
-    head_rows.absorb_rows(w, lay, c.q, n, c.strip, c.qa)
-    chunk_attention.attend_rows(w, lay, c.qa, pos0, n, c.attn, c.mix)
-    head_rows.value_rows(w, lay, c.mix, n, c.strip, c.o)
+    chunk_attention.attend_rows(w, lay, c.q, pos0, n, c.strip, c.attn, c.qa, c.mix, c.o)
     matmul.matmul_q8(w.attn_out_q, w.attn_out_d, lay, c.o, n, c.strip, c.x, scale=w.residual_scale, add=True)
 
 

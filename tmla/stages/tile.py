@@ -106,3 +106,12 @@ def put_fetched_tokens(xs: ti.template(), v: ti.template(), tid):
     """What :func:`fetch_tokens` fetched."""
     for i in ti.static(range(4)):
         put_tokens(xs, (tid & 7) * 4 + i, tid >> 3, v[i], v[4 + i])
+
+
+@ti.func
+def put_f32_rows(ws: ti.template(), m: ti.template(), tid):
+    """Values of a matrix in f32: thread ``8 r + q`` has four values, from ``4 q`` of the step on, of rows 2 r, 2 r + 1
+    (m[0:4], m[4:8]) and of the two rows 64 behind them (m[8:16])."""
+    for s in ti.static(range(2)):
+        for q in ti.static(range(4)):
+            put_pair(ws, (tid & 7) * 4 + q, (tid >> 3) + 32 * s, m[s * 8 + q], m[s * 8 + 4 + q])
