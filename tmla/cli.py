@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``bench``."""
 
 from __future__ import annotations
 
@@ -110,6 +110,12 @@ def _template(args: argparse.Namespace) -> int:
     return show_template(args)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from tmla.cli_bench import bench
+
+    return bench(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tmla",
@@ -167,6 +173,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_template(p)
     p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
+
+    p = _command(commands, "bench", _bench, "measure speed, with llama-bench's columns; or the time of every stage")
+    _add_backend(p)
+    p.add_argument("--pp", type=_at_least(0), default=512, metavar="N", help="tokens of a prompt, 0 leaves it out (512)")
+    p.add_argument("--tg", type=_at_least(0), default=128, metavar="N", help="tokens to generate, 0 leaves it out (128)")
+    p.add_argument(
+        "--depth", type=_ids, default=[], metavar="N,N", help="generate (64 tokens) also behind so many cached ones"
+    )
+    p.add_argument("--reps", type=_at_least(1), default=5, metavar="N", help="repetitions behind a warm-up (5)")
+    p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
+    p.add_argument("--output", choices=("md", "csv", "json"), default="md", help="form of the table (md)")
+    p.add_argument("--profile", action="store_true", help="time per stage at --depth (64), and of sampling")
     return parser
 
 

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import taichi as ti
 
-from tmla import config, layer, memory, runtime, state, weights
+from tmla import bench_profile, config, layer, memory, runtime, state, weights
 from tmla.errors import BackendError, ContextError, NumericsError
 from tmla.plan import largest_cache, make_plan
 from tmla.requantize import open_checked
@@ -167,6 +167,28 @@ class Model:
         if not 0 <= n_past <= self.n_past:
             raise ContextError(f"cannot rewind to {n_past}: the cache holds {self.n_past} positions")
         self.n_past = n_past
+
+    def profile(self, n_tokens: int = 5) -> bench_profile.Profile:
+        """Time each stage of a token at position :attr:`n_past`, with the bytes it reads and its operations.
+
+        By Taichi's own profiler if the backend was started with it, ``tmla.runtime.init(arch, profiler=True)`` before
+        :func:`load`; else by waiting for every stage. :attr:`n_past` stays as it is.
+
+        Parameters
+        ----------
+        n_tokens : int
+            Tokens to take medians of.
+
+        Raises
+        ------
+        ContextError
+            The cache is full.
+        BackendError
+            The profiler runs but recorded nothing.
+        """
+        self._check([0])
+        banks = (self._globals, self.attention_banks, self.ffn_banks)
+        return bench_profile.profile(self.config, self._steps, banks, self._state, self.n_past, n_tokens)
 
     def _check(self, tokens) -> None:
         if not tokens:

@@ -12,6 +12,7 @@ import taichi as ti
 from tmla.errors import BackendError
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
+PROFILED = ("cuda", "vulkan", "cpu")  # Taichi 1.7.4's kernel profiler records nothing on Metal
 
 log = logging.getLogger("tmla")
 
@@ -33,6 +34,8 @@ class Caps:
         How Q8_0 quants are stored: u8, or u64 of eight quants each. The same bits.
     debug : bool
         Bounds are checked (CPU and CUDA only).
+    profiler : bool
+        Taichi records the device time of every dispatch.
     """
 
     arch: str
@@ -40,6 +43,7 @@ class Caps:
     lanes: int
     layout: str
     debug: bool
+    profiler: bool = False
 
     @property
     def gpu(self) -> bool:
@@ -93,7 +97,9 @@ def default_arch() -> str:
     return "metal" if sys.platform == "darwin" else "cpu"
 
 
-def init(arch: str | None = None, *, threads: int | None = None, debug: bool | None = None) -> Caps:
+def init(
+    arch: str | None = None, *, threads: int | None = None, debug: bool | None = None, profiler: bool = False
+) -> Caps:
     """Start Taichi once per process; a second call with the same backend returns what runs already.
 
     Parameters
@@ -104,18 +110,25 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
         CPU threads; default all cores. Only the first call of a process can set it.
     debug : bool, optional
         Check bounds of field accesses (slow). Default: the environment variable ``TMLA_DEBUG``.
+    profiler : bool
+        Record the device time of every dispatch, for :meth:`tmla.model.Model.profile`; one of :data:`PROFILED` only.
+        Records are kept until they are cleared, so not for long runs.
 
     Raises
     ------
     BackendError
         The backend is unknown or not available (Taichi itself would run on CPU instead), or another one runs already:
-        Taichi has one runtime per process.
+        Taichi has one runtime per process. So is a profiler that is asked for too late, or where there is none.
     """
     global _caps
     arch = arch or default_arch()
     if arch not in ARCHS:
         raise BackendError(f"arch {arch!r} is unknown; expected one of {', '.join(ARCHS)}")
+    if profiler and arch not in PROFILED:
+        raise BackendError(f"Taichi's kernel profiler records nothing on {arch!r}, only on {', '.join(PROFILED)}")
     if _caps is not None:
+        if profiler and not _caps.profiler:
+            raise BackendError("the backend runs already, without its profiler; ask for it first in a new process")
         if _caps.arch != arch:
             raise BackendError(
                 f"arch {arch!r} was asked for, but this process already runs {_caps.arch!r} and Taichi has one runtime "
@@ -123,7 +136,9 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
             )
         return _caps
     debug = debug if debug is not None else os.environ.get("TMLA_DEBUG", "0") not in ("", "0")
-    options = {"debug": debug, "log_level": ti.ERROR}
+    options = {"debug": debug, "log_level": ti.ERROR, "kernel_profiler": profiler}
+    if profiler:
+        options["offline_cache"] = False  # its key does not tell kernels with the profiler's calls from those without
     if threads is not None:
         options["cpu_max_num_threads"] = threads
     with _quiet():
@@ -132,7 +147,7 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
     if got != getattr(ti, arch) and not (arch == "cpu" and got in (ti.x64, ti.arm64)):
         ti.reset()
         _unavailable(arch)
-    _caps = _probe(arch, debug)
+    _caps = dataclasses.replace(_probe(arch, debug), profiler=profiler)
     log.info("backend %s: lanes %d (%s), quants in %s", arch, _caps.lanes, _caps.lane_ops, _caps.layout)
     return _caps
 

@@ -1,19 +1,21 @@
-"""What every benchmark shares: the environment line, statistics over repetitions, and table output."""
+"""Results of speed tests: statistics over repetitions, and tables in llama-bench's words (md, csv, json)."""
+
+from __future__ import annotations
 
 import csv
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
-import pathlib
-import platform
 import statistics
-import subprocess
-import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
 
-PACKAGES = ("taichi", "numpy", "gguf", "llama_cpp_python")
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+from tmla.bench_env import Environment
+
+FORMS = ("md", "csv", "json")
+ABOVE_CEILING = (
+    "(!) above the read ceiling: a processor cache served it, or something disturbed the measurement of the ceiling; "
+    "not a bandwidth of memory"
+)
 
 # Field names and their order follow llama-bench, so that tables of both can be pasted side by side.
 CSV_FIELDS = (
@@ -21,95 +23,6 @@ CSV_FIELDS = (
     "model_n_params", "n_batch", "n_threads", "type_k", "type_v", "flash_attn", "n_prompt", "n_gen", "n_depth",
     "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-
-
-def cpu_name() -> str:
-    """The processor's name, as far as the system tells."""
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def gpu_name(arch: str) -> str:
-    """Name of the graphics processor that `arch` runs on; empty on CPU or when the system does not tell."""
-    if arch in ("cuda", "vulkan"):
-        return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0]
-    return cpu_name() if arch == "metal" else ""
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
-
-
-def commit() -> str:
-    """Short hash of the checkout, ``-dirty`` when tracked files differ; empty outside a checkout."""
-    head = _output("git", "rev-parse", "--short", "HEAD")
-    return head + "-dirty" if head and _output("git", "status", "--porcelain", "-uno") else head
-
-
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """Where a number was measured."""
-
-    cpu: str
-    n_cpus: int
-    gpu: str
-    system: str
-    python: str
-    versions: dict[str, str]
-    commit: str
-    arch: str
-    threads: int | None
-    date: str
-    load_average: float | None = None  # of the last minute, before the run: what else ran
-
-    def line(self) -> str:
-        """One line that belongs above every table."""
-        versions = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in self.versions.items())
-        device = f"{self.gpu}; {self.cpu}" if self.gpu and self.gpu != self.cpu else self.cpu
-        threads = f", {self.threads} threads" if self.threads else ""
-        load = "" if self.load_average is None else f"; load average before: {self.load_average:.1f}"
-        return (
-            f"{device} ({self.n_cpus} CPUs), {self.system}; arch that ran: {self.arch}{threads}; "
-            f"tmla {self.commit or 'of no checkout'}, Python {self.python}, {versions}; {self.date}{load}"
-        )
-
-
-def load_average() -> float | None:
-    """Processes that wanted to run in the last minute; None where the system does not tell. Ask before the run."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def environment(arch: str, threads: int | None = None, load: float | None = None) -> Environment:
-    """Describe this machine, the packages and the checkout; `arch` is the backend that ran, `load` the load before."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return Environment(
-        cpu=cpu_name(),
-        n_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        gpu=gpu_name(arch),
-        system=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        versions=versions,
-        commit=commit(),
-        arch=arch,
-        threads=threads,
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        load_average=load,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +42,11 @@ class Result:
     n_gen: int
     n_depth: int
     samples_ns: tuple[int, ...]
-    bytes_per_token: int = 0  # weights and cache that a decoded token reads, in the middle of the test
+    bytes_per_token: int = 0  # weights and cache that a decoded token reads, in the middle of the test; 0 unknown
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of one repetition."""
         return self.n_prompt + self.n_gen
 
     @property
@@ -142,10 +56,12 @@ class Result:
 
     @property
     def avg_ts(self) -> float:
+        """Mean of :attr:`samples_ts`."""
         return statistics.fmean(self.samples_ts)
 
     @property
     def stddev_ts(self) -> float:
+        """Sample standard deviation of :attr:`samples_ts`."""
         return stddev(self.samples_ts)
 
     @property
@@ -155,28 +71,29 @@ class Result:
 
     @property
     def test(self) -> str:
+        """``pp512``, ``tg128``, ``tg64 @ d4096``."""
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
 
-def stddev(values) -> float:
+def stddev(values: Sequence[float]) -> float:
     """Sample standard deviation; 0 of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _si_size(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.2f} MiB"
+def share_of(gb_s: float, ceiling_gb_s: float) -> str:
+    """A bandwidth as a share of the read ceiling: ``61%``; marked ``(!)`` above it; ``-`` where one is not known."""
+    if not gb_s or not ceiling_gb_s:
+        return "-"
+    share = gb_s / ceiling_gb_s
+    return f"{share:.0%}" + " (!)" * (share > 1)
 
 
-def _si_count(n: int) -> str:
-    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
-
-
-def markdown(header: list[str], rows: list[list[str]], right: frozenset[str] = frozenset()) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] | frozenset[str] = ()) -> str:
     """A Markdown table with padded columns; the columns named in `right` are right-aligned."""
     width = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
-    def line(cells: list[str]) -> str:
+    def line(cells: Sequence[str]) -> str:
         parts = [c.rjust(w) if h in right else c.ljust(w) for c, w, h in zip(cells, width, header)]
         return "| " + " | ".join(parts) + " |"
 
@@ -184,7 +101,7 @@ def markdown(header: list[str], rows: list[list[str]], right: frozenset[str] = f
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def results_markdown(results: list[Result], read_ceiling_gb_s: float = 0.0) -> str:
+def results_markdown(results: Sequence[Result], read_ceiling_gb_s: float = 0.0) -> str:
     """llama-bench's Markdown table; with a read ceiling two columns more: GB/s, and its share of the ceiling."""
     several = len({r.engine for r in results}) > 1
     header = ["model", "size", "params", "backend", "threads", "fa", "test", "t/s"]
@@ -207,13 +124,13 @@ def results_markdown(results: list[Result], read_ceiling_gb_s: float = 0.0) -> s
         if several:
             row.insert(0, r.engine)
         if read_ceiling_gb_s:
-            share = f"{r.read_gb_s / read_ceiling_gb_s:.0%}" if r.read_gb_s else "-"
-            row += [f"{r.read_gb_s:.1f}" if r.read_gb_s else "-", share]
+            row += [f"{r.read_gb_s:.1f}" if r.read_gb_s else "-", share_of(r.read_gb_s, read_ceiling_gb_s)]
         rows.append(row)
-    return markdown(header, rows, frozenset(header) - {"engine", "model", "backend"})
+    table = markdown(header, rows, frozenset(header) - {"engine", "model", "backend"})
+    return f"{table}\n\n{ABOVE_CEILING}" if "(!)" in table else table
 
 
-def record(r: Result, env: Environment) -> dict:
+def record(r: Result, env: Environment) -> dict[str, Any]:
     """A result in llama-bench's field names, with the engine in front and the samples at the end."""
     ns = [float(x) for x in r.samples_ns]
     values = {
@@ -229,7 +146,9 @@ def record(r: Result, env: Environment) -> dict:
     }  # fmt: skip
 
 
-def write_results(stream, results: list[Result], env: Environment, form: str, read_ceiling_gb_s: float = 0.0) -> None:
+def write_results(
+    stream: TextIO, results: Sequence[Result], env: Environment, form: str, read_ceiling_gb_s: float = 0.0
+) -> None:
     """Write results as ``md``, ``csv`` or ``json``; the environment goes above (md), or into each record."""
     if form == "json":
         json.dump([record(r, env) for r in results], stream, indent=2)
@@ -241,3 +160,11 @@ def write_results(stream, results: list[Result], env: Environment, form: str, re
     else:
         ceiling = f"read ceiling in the same run: {read_ceiling_gb_s:.1f} GB/s\n\n" if read_ceiling_gb_s else ""
         stream.write(f"{env.line()}\n\n{ceiling}{results_markdown(results, read_ceiling_gb_s)}\n")
+
+
+def _si_size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.2f} MiB"
+
+
+def _si_count(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
