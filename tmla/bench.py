@@ -101,7 +101,12 @@ class ModelEngine:
 
     def __init__(self, model: Model, threads: int | None = None):
         self.model, self.backend, self.type_kv = model, model.arch, model.cache_dtype
-        self.n_threads = (threads or os.cpu_count()) if model.arch == "cpu" else None
+        self.n_threads = self.threads_of(model.arch, threads)
+
+    @staticmethod
+    def threads_of(arch: str, threads: int | None) -> int | None:
+        """CPU threads that compute; None on a GPU."""
+        return (threads or os.cpu_count()) if arch == "cpu" else None
 
     @property
     def n_past(self) -> int:

@@ -29,6 +29,7 @@ class FileFacts:
     arch: str
     token_weight_bytes: int
     cache_row_bytes: int  # of all layers, f16
+    kv_b_split: bool = False
 
     def bytes_at(self, position: int, type_kv: str) -> int:
         """Bytes that the token at `position` reads: the active weights, and each cached row once."""
@@ -67,6 +68,7 @@ def file_facts(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | N
             arch=cfg.arch,
             token_weight_bytes=active,
             cache_row_bytes=2 * cfg.n_layers * cfg.cache_row_width,
+            kv_b_split=cfg.kv_b_split,
         )
 
 

@@ -12,7 +12,7 @@ from tmla import cli_terminal as terminal
 from tmla.bench import DEPTH_TOKENS, ModelEngine, Runner, Test, fill_cache
 from tmla.bench_facts import file_facts, read_ceiling_gb_s
 from tmla.bench_profile import Profile
-from tmla.bench_result import Result, write_results
+from tmla.bench_result import ABOVE_CEILING, Result, write_results
 from tmla.bench_sampling import N_VOCAB, sampling_us
 from tmla.cli_run import load_with_bar
 from tmla.errors import ParameterError
@@ -71,7 +71,7 @@ def _profile(args: argparse.Namespace, load: float | None) -> None:
         fill_cache(model, depth)
         profiles.append(model.profile(args.reps))
     ceiling = max(ceiling, _ceiling(model.arch, facts.token_weight_bytes, args.threads))
-    env = bench_env.environment(model.arch, ModelEngine(model, args.threads).n_threads, load)
+    env = bench_env.environment(model.arch, ModelEngine.threads_of(arch, args.threads), load)
     sampling = sampling_us()
     if args.output == "json":
         document = {
@@ -87,17 +87,24 @@ def _profile(args: argparse.Namespace, load: float | None) -> None:
 
 
 def profile_text(
-    env: bench_env.Environment, model_type: str, profiles: list[Profile], sampling: dict[str, float], ceiling: float
+    env: bench_env.Environment,
+    model_type: str,
+    profiles: list[Profile],
+    sampling: dict[str, float],
+    ceiling: float,
+    n_vocab: int = N_VOCAB,
 ) -> str:
-    """Tables of profiles, deepest last, and of sampling as a share of the first profile's token."""
+    """Tables of profiles, deepest last, and of sampling among `n_vocab` as a share of the first profile's token."""
     parts = [env.line()]
     if ceiling:
         parts.append(f"read ceiling in the same run: {ceiling:.1f} GB/s")
     for p in profiles:
-        parts += [f"{model_type}, {p.n_rows} cached rows, stages one by one, timed by {p.timer}:", p.text(ceiling)]
+        parts += [f"{model_type}, {p.n_rows:,} cached rows, stages one by one, timed by {p.timer}:", p.text(ceiling)]
+    if ABOVE_CEILING[:3] in "".join(parts):
+        parts.append(ABOVE_CEILING)
     if profiles[0].tasks:
         parts += ["Dispatches as decoding launches them:", profiles[0].tasks_text()]
-    parts += [f"Choosing a token on the host, {N_VOCAB:,} logits:", sampling_text(sampling, profiles[0].token_us)]
+    parts += [f"Choosing a token on the host, {n_vocab:,} logits:", sampling_text(sampling, profiles[0].token_us)]
     return "\n\n".join(parts) + "\n"
 
 
