@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-COMMANDS = ("run", "chat", "info", "check", "template")
+COMMANDS = ("run", "chat", "info", "check", "template", "bench")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -34,7 +34,7 @@ def outside_blocks(text):
 
 def test_the_documents_are_there():
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= set(NAMES)
-    assert {f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "log")} <= set(NAMES)
+    assert {f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "benchmarks", "log")} <= set(NAMES)
     assert "MIT License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
@@ -139,7 +139,7 @@ def test_version_and_dependencies():
     for entry in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         declared.add(re.match(r"[\w-]+", entry)[0])
     own = {"tmla", "tests", "benchmarks", "tools"}
-    optional = {"llama_cpp", "transformers", "torch", "psutil", "rich", "tomllib"}  # skipped where they are absent
+    optional = {"llama_cpp", "transformers", "torch", "matplotlib", "psutil", "rich", "tomllib"}  # skipped where they are absent
     for path in [*(ROOT / "tmla").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):

@@ -48,8 +48,14 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
-    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer",
+    "bench_env": "",
+    "bench_result": "bench_env",
+    "bench_facts": "config",
+    "bench_profile": "errors config runtime stages.* bench_result",
+    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer bench_profile",
     "sampling": "errors",
+    "bench_sampling": "sampling",
+    "bench": "stages.* model bench_facts bench_result",
     "stops": "errors",
     "generate": "errors sampling stops",
     "sandbox": "errors",
@@ -66,11 +72,13 @@ TABLE = {
     "cli_terminal": "",
     "cli_check": "errors check cli_terminal",
     "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
+    "cli_bench": "errors runtime bench bench_env bench_facts bench_profile bench_result bench_sampling cli_terminal"
+    " cli_run",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
     "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
     " cli_template",
     "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template .",  # the dot: the package itself, for its version
+    " cli_template cli_bench .",  # the dot: the package itself, for its version
     "__main__": "cli",
 }
 
