@@ -3,7 +3,7 @@
     python -m benchmarks.bench_load MODEL.gguf
 
 Every run is a process of its own. The first finds no compiled kernels (an empty kernel cache), the others find those
-of the first. ``--pages`` says what is done with the file's pages before each run: brought into memory, dropped, or left.
+of the first. ``--pages`` says what is done with the file's pages before each run.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""One load and two decoded tokens in a process of its own: what bench_load starts. Imports no tmla before the clock runs.
+"""One load and two decoded tokens in a process of its own, which bench_load starts: tmla is imported by the clock.
 
-    python -m benchmarks.load_child MODEL.gguf '{"n_ctx": 4096}'
+python -m benchmarks.load_child MODEL.gguf '{"n_ctx": 4096}'
 """
 
 import json

@@ -137,7 +137,9 @@ def profile(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos
             for name, us in one.items():
                 times.setdefault(name, []).append(us)
     whole, tasks = _whole_tokens(steps, pos, n_tokens, profiled)
-    rows = [StageTime(name, int(n), statistics.median(times[name]), int(b), int(o)) for name, (n, b, o) in facts.items()]
+    rows = [
+        StageTime(name, int(n), statistics.median(times[name]), int(b), int(o)) for name, (n, b, o) in facts.items()
+    ]
     return Profile(
         runtime.caps().arch, PROFILER if profiled else SYNCHRONISED, pos + 1, tuple(rows), whole, tuple(tasks)
     )
@@ -181,7 +183,9 @@ def _attention_stages(cfg: MLAConfig, a: Any, s: Any, layer: int, pos: int) -> I
         yield Stage("q_b projection", launch, q8_bytes(q_width, cfg.q_lora_rank), 2 * q_width * cfg.q_lora_rank)
     s.layer_attn[0] = layer
     launch = partial(absorb.query, a, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
-    yield Stage("ropes, cache row, absorb", launch, q8_bytes(h * n, c) + 4 * c + 4 * r, 2 * h * n * c + 3 * h * r + 4 * c)
+    yield Stage(
+        "ropes, cache row, absorb", launch, q8_bytes(h * n, c) + 4 * c + 4 * r, 2 * h * n * c + 3 * h * r + 4 * c
+    )
     launch = partial(attention_tiles.attend, a, s.layer_attn, s.pos, s.qa, s.attn)
     yield Stage("attention over the rows", launch, width * _VALUE_BYTES[a.cache_dtype] * t, 2 * h * (width + c) * t)
     launch = partial(v_combine.v_combine, a, s.layer_attn, s.pos, s.attn, s.mix, s.o)

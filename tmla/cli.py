@@ -176,8 +176,12 @@ def _parser() -> argparse.ArgumentParser:
 
     p = _command(commands, "bench", _bench, "measure speed, with llama-bench's columns; or the time of every stage")
     _add_backend(p)
-    p.add_argument("--pp", type=_at_least(0), default=512, metavar="N", help="tokens of a prompt, 0 leaves it out (512)")
-    p.add_argument("--tg", type=_at_least(0), default=128, metavar="N", help="tokens to generate, 0 leaves it out (128)")
+    p.add_argument(
+        "--pp", type=_at_least(0), default=512, metavar="N", help="tokens of a prompt, 0 leaves it out (512)"
+    )
+    p.add_argument(
+        "--tg", type=_at_least(0), default=128, metavar="N", help="tokens to generate, 0 leaves it out (128)"
+    )
     p.add_argument(
         "--depth", type=_ids, default=[], metavar="N,N", help="generate (64 tokens) also behind so many cached ones"
     )
