@@ -3,8 +3,8 @@
     python -m benchmarks.bench_peers mid.gguf mid-split.gguf --tests pp512,tg64@d128,tg64@d4096 --threads 2
 
 llama.cpp runs with flash attention off and on; ratios are against the better of both. With two files, one of each
-layout of ``kv_b``, ratios are against the best of both files and settings. Needs llama-cpp-python (the ``bench`` extra). The
-engines take turns within each repetition, and another one begins each time.
+layout of ``kv_b``, ratios are against the best of both files and settings. Needs llama-cpp-python (the ``bench``
+extra). The engines take turns within each repetition, and another one begins each time.
 """
 
 import argparse

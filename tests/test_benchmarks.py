@@ -15,7 +15,7 @@ from benchmarks import bench_decode, bench_endurance, bench_load, bench_peers, b
 from benchmarks.make_model import write_model
 from benchmarks.shapes import SHAPES
 from tests.variants import VARIANTS, variant_file
-from tmla import runtime
+from tmla import bench_facts, runtime
 from tmla.bench import Runner, Test, parse_tests
 from tmla.bench_env import environment
 from tmla.bench_facts import FileFacts, file_facts, read_ceiling_gb_s
@@ -169,6 +169,14 @@ def test_bytes_of_a_token_are_what_it_reads(tmp_path, name):
 
 def test_read_ceiling_is_a_bandwidth():
     assert 0.1 < read_ceiling_gb_s(1 << 26, 2, repetitions=2) < 2000
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch):
+    """Programs that run in this process measure the ceilings on little memory."""
+    monkeypatch.setattr(bench_facts, "MIN_READ_BYTES", 1 << 22)
+    for module in (bench_stages, bench_scaling):
+        monkeypatch.setattr(module, "compute_ceiling_gop_s", lambda: bench_facts.compute_ceiling_gop_s(64, 1))
 
 
 @pytest.fixture(scope="module")

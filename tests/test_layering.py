@@ -52,7 +52,8 @@ TABLE = {
     "bench_result": "bench_env",
     "bench_facts": "config",
     "bench_profile": "errors config runtime stages.* bench_result",
-    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer bench_profile",
+    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer"
+    " bench_profile",
     "sampling": "errors",
     "bench_sampling": "sampling",
     "bench": "stages.* model bench_facts bench_result",

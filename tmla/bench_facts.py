@@ -1,4 +1,4 @@
-"""What a speed is compared with: the bytes a token must read of a file, and how fast this machine reads and multiplies."""
+"""What a speed is compared with: the bytes a token must read of a file; how fast this machine reads and multiplies."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def profile(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos
         for stage in token_stages(cfg, steps, banks, s, pos):
             one[stage.name] = one.get(stage.name, 0.0) + _time_us(stage.launch, profiled)
             if not turn:
-                facts[stage.name] = facts.get(stage.name, np.zeros(3, np.int64)) + (1, stage.n_bytes, stage.n_ops)
+                facts.setdefault(stage.name, np.zeros(3, np.int64))
+                facts[stage.name] += np.array([1, stage.n_bytes, stage.n_ops])
         if turn:  # the first compiles
             for name, us in one.items():
                 times.setdefault(name, []).append(us)
@@ -147,7 +148,7 @@ def profile(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos
 
 def token_stages(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos: int) -> Iterator[Stage]:
     """Every stage of the token at `pos`, in order; each must be launched before the next is taken."""
-    g, attention_banks, ffn_banks = banks
+    _, attention_banks, ffn_banks = banks
     ffn_of = {b.first + i: b for b in ffn_banks for i in range(b.n)}
     yield Stage("embedding", partial(steps.begin, 0, pos), q8_bytes(1, cfg.dim), 2 * cfg.dim)
     for a in attention_banks:
@@ -236,7 +237,7 @@ def _time_us(launch: Callable[[], None], profiled: bool) -> float:
 
 
 def _records() -> list[Any]:
-    """What the profiler recorded since it was cleared: name, kernel_time in ms. Taichi has no public way to the list."""
+    """What the profiler recorded since it was cleared: name, kernel_time in ms (Taichi has no public way to it)."""
     ti.profiler.get_kernel_profiler_total_time()  # brings the records over
     return list(get_default_kernel_profiler()._traced_records)
 
