@@ -11,7 +11,16 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import bench_decode, bench_endurance, bench_load, bench_peers, bench_scaling, bench_stages, device_read
+from benchmarks import (
+    bench_decode,
+    bench_endurance,
+    bench_load,
+    bench_peers,
+    bench_scaling,
+    bench_stages,
+    device_read,
+    report,
+)
 from benchmarks.make_model import write_model
 from benchmarks.shapes import SHAPES
 from tests.variants import VARIANTS, variant_file
@@ -19,6 +28,7 @@ from tmla import bench_facts, runtime
 from tmla.bench import Runner, Test, parse_tests
 from tmla.bench_env import environment
 from tmla.bench_facts import FileFacts, file_facts, read_ceiling_gb_s
+from tmla.bench_profile import Profile, StageTime
 from tmla.bench_result import Result, results_markdown, write_results
 
 FACTS = FileFacts("m.gguf", "deepseek2 1M Q8_0", 1_111_520, 1_003_904, 300, "deepseek2", 5000, 640)
@@ -278,6 +288,52 @@ def test_bench_endurance_runs_and_judges(tiny, capsys):
     assert [ok for _, ok in bench_endurance.judge([w, fine], w)] == [True, True]
     grown, slow = dataclasses.replace(w, anon_bytes=15 << 20), dataclasses.replace(w, best_us=110.0)
     assert [ok for _, ok in bench_endurance.judge([w, grown], slow)] == [False, False]
+
+
+def test_report_replaces_what_stands_between_the_marks():
+    page = (report.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    new = report.between_marks(page, "TABLES")
+    assert new.count("TABLES") == 1
+    assert report.between_marks(new, "TABLES") == new
+    assert new.split(report.BEGIN)[0] == page.split(report.BEGIN)[0]
+    assert new.split(report.END)[1] == page.split(report.END)[1]
+    for bad in ("", report.END + report.BEGIN, page + report.BEGIN):
+        with pytest.raises(ValueError, match="once each"):
+            report.between_marks(bad, "")
+    known = {s.args[0] for s in report.SECTIONS}
+    assert known == {f"benchmarks.bench_{n}" for n in ("decode", "stages", "scaling", "load", "peers", "endurance")}
+
+
+def test_report_runs_a_section(tiny, tmp_path):
+    section = report.Section("load", "Load", ("benchmarks.bench_load", str(tiny), "-r", "0", "--ctx", "16"))
+    text = report.run_section(section, tmp_path, tmp_path, tmp_path)
+    assert text.startswith(f"### Load\n\n```sh\npython -m benchmarks.bench_load {tiny}")
+    assert "| compiled |" in text
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        report.run_section(
+            dataclasses.replace(section, args=(*section.args, "--nonsense")), tmp_path, tmp_path, tmp_path
+        )
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (the bench extra) is not installed")
+    from benchmarks import plots
+
+    env = environment("cpu", 2)
+    stages = (
+        StageTime("FFN", 2, 100.0, 400_000, 900_000),
+        StageTime("attention over the rows", 2, 50.0, 300_000, 10**7),
+    )
+    profiles = [Profile("cpu", "wall", n, stages, 200.0, ()) for n in (65, 4097)]
+    plots.roofline(tmp_path / "r.svg", profiles, 20.0, 100.0, env)
+    points = [bench_scaling.Point(x, 1000 + 0.05 * x, 9.0) for x in (64, 1000, 5000)]
+    slope = bench_scaling.Slope(0.05, 1000.0, 0.0, 4608, 139_264, 20.0, 100.0)
+    for name in ("a.svg", "b.svg", "c.png"):
+        plots.context_scaling(tmp_path / name, points, slope, env)
+    text = (tmp_path / "r.svg").read_text()
+    assert text.count("attention over the rows @") == 2
+    assert "50 ns a cached token" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_device_is_read_whole(arch):
