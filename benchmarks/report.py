@@ -43,7 +43,7 @@ class Section:
 
 SECTIONS = (
     Section("decode", "Prefill and decoding", ("benchmarks.bench_decode", UNSPLIT, "-r", "3", "--tests", DEPTHS)),
-    Section("split", "The same widths, split `kv_b`", ("benchmarks.bench_decode", SPLIT, "-r", "3", "--tests", "tg128")),
+    Section("split", "The same with split `kv_b`", ("benchmarks.bench_decode", SPLIT, "-r", "3", "--tests", "tg128")),
     Section(
         "stages", "Stages", ("benchmarks.bench_stages", UNSPLIT, "--depths", "64,4096"), plot="roofline.svg",
         text="A stage's *calls* are those of a whole token. Sampling is measured among 102,400 logits; *of a token* is "

@@ -115,14 +115,28 @@ class Profile:
 
 
 def profile(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos: int, n_tokens: int) -> Profile:
-    """Time the stages of the token at `pos`, `n_tokens` times; its row of the cache is overwritten.
+    """Time the stages of the token at `pos`, with the bytes they must read and their operations.
+
+    By Taichi's own profiler if the backend was started with it, ``tmla.runtime.init(arch, profiler=True)`` before
+    :func:`tmla.load`; else by the wall clock around a launch and a wait. The cache's row `pos` is overwritten.
 
     Parameters
     ----------
+    cfg : MLAConfig
     steps : tmla.layer.Steps
     banks : tuple
         Globals, attention banks, FFN banks.
     s : State
+    pos : int
+        Cached rows before the token; :meth:`tmla.model.Model.profile` takes the model's, and raises ContextError if none
+        is free.
+    n_tokens : int
+        Tokens to take medians of.
+
+    Raises
+    ------
+    BackendError
+        The profiler runs but recorded nothing.
     """
     profiled = runtime.caps().profiler
     times: dict[str, list[float]] = {}

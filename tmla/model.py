@@ -169,23 +169,7 @@ class Model:
         self.n_past = n_past
 
     def profile(self, n_tokens: int = 5) -> bench_profile.Profile:
-        """Time each stage of a token at position :attr:`n_past`, with the bytes it reads and its operations.
-
-        By Taichi's own profiler if the backend was started with it, ``tmla.runtime.init(arch, profiler=True)`` before
-        :func:`load`; else by waiting for every stage. :attr:`n_past` stays as it is.
-
-        Parameters
-        ----------
-        n_tokens : int
-            Tokens to take medians of.
-
-        Raises
-        ------
-        ContextError
-            The cache is full.
-        BackendError
-            The profiler runs but recorded nothing.
-        """
+        """Time each stage of a token at :attr:`n_past`, as :func:`tmla.bench_profile.profile` says; nothing is kept."""
         self._check([0])
         banks = (self._globals, self.attention_banks, self.ffn_banks)
         return bench_profile.profile(self.config, self._steps, banks, self._state, self.n_past, n_tokens)
