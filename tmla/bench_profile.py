@@ -128,8 +128,7 @@ def profile(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any, pos
         Globals, attention banks, FFN banks.
     s : State
     pos : int
-        Cached rows before the token; :meth:`tmla.model.Model.profile` takes the model's, and raises ContextError if none
-        is free.
+        Cached rows before the token: the model's, of which one must be free.
     n_tokens : int
         Tokens to take medians of.
 
