@@ -74,7 +74,7 @@ def main(argv=None) -> int:
     common.add_backend(p)
     common.add_output(p, ("md", "json"))
     args = p.parse_args(argv)
-    load, path = load_average(), args.model or tmla.model.demo_path()
+    load, path = load_average(), args.model or tmla.loading.demo_path()
     model = tmla.load(path, arch=args.arch, n_ctx=args.ctx, cache_dtype=args.cache, threads=args.threads)
     n_vocab, state = model.config.n_vocab, [1]
 

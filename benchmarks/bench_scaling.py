@@ -25,6 +25,7 @@ from tmla.bench_env import environment, load_average
 from tmla.bench_facts import compute_ceiling_gop_s, file_facts
 from tmla.bench_result import markdown
 from tmla.check_extent import fewer_layers
+from tmla.config import open_checked
 
 N_STEPS = 8  # decoded at a point and round
 BAR = 1.3  # the slope that is wanted, over the bytes' time
@@ -180,7 +181,7 @@ def main(argv=None) -> int:
     curves["prompt length"] = over_prompt(model, prompts, args.rounds)
     del model
     layers = [int(x) for x in args.layers.split(",")] if args.layers else [cfg.n_layers // 4, cfg.n_layers // 2]
-    with tmla.model.open_checked(args.model)[0] as gf:
+    with open_checked(args.model)[0] as gf:
         cuts = {n: fewer_layers(gf, cfg, n) for n in sorted({*layers, cfg.n_layers} - {0})}
     curves["layers"] = over_overrides(args, cuts, args.rounds)
     if cfg.n_experts:

@@ -20,7 +20,7 @@ from tmla import cli, cli_run, cli_terminal, info, runtime
 from tmla.config import open_checked
 from tmla.errors import TmlaError
 from tmla.generate import generate
-from tmla.model import demo_path
+from tmla.loading import demo_path
 
 ARCH = backend()
 BAD_FILES = sorted((oracle_dir() / "bad").glob("*.gguf"))
@@ -74,7 +74,9 @@ def run(model, mini, monkeypatch, capsys):
 # usage
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["chat"], ["info"], ["check"], ["template"], ["perplexity"], ["compare"], ["doctor"]]
+)
 def test_help_names_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -106,6 +108,13 @@ def test_version(capsys):
         (["info", "m.gguf", "--fast"], "--fast"),
         (["chat", "m.gguf", "--raw", "--template", "t"], "not allowed with"),
         (["template", "m.gguf"], "--messages"),
+        (["perplexity"], "TEXT"),
+        (["perplexity", "m.gguf", "t.txt", "--ctx", "1"], "1 is too small"),
+        (["compare", "m.gguf"], "--logits"),
+        (["compare", "m.gguf", "--logits", "l.npz", "--max-kl", "much"], "--max-kl"),
+        (["doctor", "--arch", "abacus"], "abacus"),
+        (["doctor", "--timeout", "0"], "0 is too small"),
+        (["doctor", "m.gguf"], "m.gguf"),
     ],
 )
 def test_usage_errors(args, message, capsys):
@@ -115,7 +124,13 @@ def test_usage_errors(args, message, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("args", [["run", "-p", "x"], ["chat"], ["info"], ["check"], ["template", "--messages", "m"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "-p", "x"], ["chat"], ["info"], ["check"], ["template", "--messages", "m"], ["perplexity", "t"],
+        ["compare", "--logits", "l"],
+    ],
+)  # fmt: skip
 def test_no_file_is_the_demo_model_and_said(args, monkeypatch, capsys):
     files = []
     monkeypatch.setattr(cli, f"_{args[0]}", lambda args: files.append(args.file) or 0)
@@ -328,6 +343,21 @@ def test_verbose_logs_and_stops_logging(run):
     assert "Gating is softmax" not in run("-p", "x", "-n", 1)[2]
 
 
+def test_as_a_library_it_is_quiet():
+    code = "import logging, tmla\nlogging.getLogger('tmla.model').warning('nobody asked')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_loading_is_logged(mini, caplog):
+    """Steps at INFO, details at DEBUG, each under its module's name."""
+    caplog.set_level(logging.DEBUG, "tmla")
+    tmla.load(mini, arch=ARCH, n_ctx=8)
+    records = {(r.name, r.levelname): r.getMessage() for r in caplog.records}
+    assert mini.name in records["tmla.model", "INFO"]
+    assert "layers " in records["tmla.model", "DEBUG"]
+
+
 def test_options_reach_the_model(model, mini, monkeypatch):
     asked = {}
     monkeypatch.setattr(cli_run, "load", lambda path, **kw: asked.update(kw, path=path) or model)
@@ -463,13 +493,14 @@ def test_no_progress_bar_when_piped(capsys):
 # Ctrl-C and closed pipes
 
 
-@pytest.mark.parametrize("command", ["run", "info", "check"])
+@pytest.mark.parametrize("command", ["run", "info", "check", "doctor"])
 def test_interrupt_is_130(command, monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, f"_{command}", interrupted)
-    assert cli.main([command, "m.gguf", *(["-p", "x"] if command == "run" else [])]) == 130
+    args = {"run": ["m.gguf", "-p", "x"], "doctor": []}.get(command, ["m.gguf"])
+    assert cli.main([command, *args]) == 130
     assert capsys.readouterr() == ("", "")
 
 

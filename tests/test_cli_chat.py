@@ -18,7 +18,7 @@ from tmla import cli, cli_chat
 from tmla.chat import ChatTemplate
 from tmla.errors import ContextError
 from tmla.generate import generate
-from tmla.model import demo_path
+from tmla.loading import demo_path
 
 ARCH = backend()
 N_CTX = 160
@@ -171,7 +171,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(model, monkeypatch, capsy
     assert err == "tmla: stopped; the conversation goes on\n"
     assert talk.messages == ([user(FIRST), assistant(out.removesuffix("\n"))] if out else [])
     assert len(session.tokens) < n_steps
-    before = list(session._said) if raw else []
+    before = list(session.said) if raw else []
     talk.take(SECOND)
     answer = capsys.readouterr().out.removesuffix("\n")
     if raw and out:

@@ -19,7 +19,24 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 README = TEXTS["README.md"]
 TESTS = "pip install '.[dev]' && python -m pytest"
-COMMANDS = ("run", "chat", "info", "check", "template", "bench")
+PAGES = [
+    "index",
+    "mla",
+    "stages",
+    "gguf",
+    "backends",
+    "log",
+    "benchmarks",
+    "api",
+    "commands",
+    "examples",
+    "numerics",
+    "troubleshooting",
+    "porting",
+    "saved_state",
+    "comparing",
+]
+COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare", "doctor", "completion", "bench")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -34,7 +51,7 @@ def outside_blocks(text):
 
 def test_the_documents_are_there():
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= set(NAMES)
-    assert {f"docs/{name}.md" for name in ("mla", "stages", "gguf", "backends", "benchmarks", "log")} <= set(NAMES)
+    assert {f"docs/{name}.md" for name in PAGES} <= set(NAMES)
     assert "MIT License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
@@ -113,9 +130,26 @@ def test_options_exist(name, capsys):
         assert set(re.findall(r"`(--?[a-z][\w-]*)", row)) <= known[command]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_in_the_page_of_commands(command, capsys):
+    page = TEXTS["docs/commands.md"]
+    assert f"](#tmla-{command})" in page or f"| [`tmla {command}`](#" in page, "a row in the table, a section for it"
+    missing = {o for o in _options(capsys, command) - {"--help", "-h"} if not re.search(rf"`{o}[ `]", page)}
+    assert not missing, f"docs/commands.md lacks {sorted(missing)} of tmla {command}"
+
+
+def test_exit_codes_and_variables_are_in_the_page_of_commands():
+    page = TEXTS["docs/commands.md"]
+    codes = re.findall(r"^  (\d+) ", cli._EXIT_CODES, re.M)
+    assert codes == re.findall(r"^\| (\d+) \|", page, re.M)
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tmla").rglob("*.py"))
+    for variable in set(re.findall(r"[\"'](TMLA_[A-Z_]+)[\"']", sources)):
+        assert f"`{variable}" in page, f"docs/commands.md does not say what {variable} does"
+
+
 def test_every_command_is_in_the_readme(capsys):
     assert cli.main(["--help"]) == 0
-    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.M)
+    commands = re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.M)
     assert set(COMMANDS) == set(commands)
     for command in commands:
         assert f"`tmla {command} " in README, f"the README's table lacks tmla {command}"
@@ -124,10 +158,26 @@ def test_every_command_is_in_the_readme(capsys):
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_the_public_api_exist(name):
     for dotted in re.findall(r"`tmla\.([\w.]+?)(?:\(.*?\))?`", TEXTS[name]):
-        target = tmla
-        for part in dotted.split("."):
-            assert hasattr(target, part), f"{name} names tmla.{dotted}"
-            target = getattr(target, part)
+        assert _exists(dotted.split(".")), f"{name} names tmla.{dotted}"
+
+
+def _exists(parts):
+    """A name of the package, or of one of its modules, also where a function has the module's name (``tmla.chat``)."""
+    for n in range(len(parts), -1, -1):
+        module = sys.modules.get(".".join(["tmla", *parts[:n]]))
+        target = module
+        for part in parts[n:]:
+            target = getattr(target, part, None)
+        if module is not None and target is not None:
+            return True
+    return False
+
+
+def test_a_name_that_is_not_there_is_noticed():
+    assert _exists(["chat", "Session"])
+    assert _exists(["Model", "decode"])
+    assert not _exists(["chat", "Seance"])
+    assert not _exists(["forward"])
 
 
 def test_version_and_dependencies():

@@ -36,7 +36,8 @@ TABLE = {
     "reference_weights": f"{_FILE} requantize",
     "reference": f"{_FILE} config rope requantize reference_weights",
     "memory": "errors",
-    "runtime": "errors",
+    "vulkan_device": "",
+    "runtime": "errors vulkan_device",
     "stages.*": "runtime stages.*",
     "layer": "runtime stages.*",
     "plan": "errors config runtime stages.*",
@@ -48,12 +49,20 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
+    "limits": "errors config memory runtime stages.* plan chunk_state state",
+    "chunk_state": "config runtime stages.*",
+    "prefill": "chunk_state runtime stages.*",
     "bench_env": "",
     "bench_result": "bench_env",
     "bench_facts": "config",
     "bench_profile": "errors config runtime stages.* bench_result",
-    "model": f"{_FILE} config requantize memory runtime stages.* layer plan weights upload state tokenizer"
-    " bench_profile",
+    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer"
+    " saved_state bench_profile",
+    "loading": f"{_FILE} config requantize runtime limits model tokenizer",
+    "atomic": "",
+    "state_file": "errors gguf_kind atomic",
+    "cache_copy": "runtime upload",
+    "saved_state": f"{_FILE} config cache_copy state_file",
     "sampling": "errors",
     "bench_sampling": "sampling",
     "bench": "stages.* model bench_facts bench_result",
@@ -62,24 +71,42 @@ TABLE = {
     "sandbox": "errors",
     "template": "errors sandbox",
     "chat": "errors text tokenizer template generate",
-    "info": f"{_FILE} config requantize memory runtime plan state",
+    "info": f"{_FILE} config requantize memory runtime plan chunk_state state",
     "check_weights": f"{_FILE} config plan stages.*",
     "check_layer": f"{_FILE} config runtime stages.* layer weights state check_weights",
     "check_shapes": f"{_FILE} config runtime stages.* layer plan weights upload state check_weights check_layer",
     "check_extent": f"{_FILE} config check_weights",
-    "check": f"{_FILE} config requantize runtime stages.* layer model reference"
+    "check": f"{_FILE} config requantize runtime stages.* layer loading model reference"
     " check_weights check_layer check_shapes check_extent",
-    "": "errors reference model generate chat",  # `import tmla`: the public names
+    "log_probs": "",
+    "logits_file": "errors gguf_kind atomic",
+    "perplexity": "errors log_probs logits_file",
+    "compare": "errors log_probs logits_file",
+    "": "errors reference loading model generate chat perplexity compare",  # `import tmla`: the public names
     "cli_terminal": "",
+    "doctor_device": "vulkan_device",
+    "doctor_machine": "memory",
+    "doctor_kernels": "stages.*",
+    "doctor_probe": "errors memory runtime stages.* upload doctor_device doctor_kernels",
+    "doctor_process": "",
+    "doctor": "doctor_process",
+    "cli_probe": "errors runtime doctor_probe doctor_process cli_terminal",
+    "cli_doctor": "doctor doctor_machine cli_terminal .",
+    "cli_completion": "errors cli_terminal",
     "cli_check": "errors check cli_terminal",
-    "cli_run": f"{_FILE} config requantize requantize_report tokenizer model sampling stops generate info cli_terminal",
+    "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
+    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info cli_terminal"
+    " cli_prompt_cache",
     "cli_bench": "errors runtime bench bench_env bench_facts bench_profile bench_result bench_sampling cli_terminal"
     " cli_run",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
-    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info cli_terminal cli_run"
-    " cli_template",
-    "cli": f"{_FILE} config runtime model requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template cli_bench .",  # the dot: the package itself, for its version
+    "cli_conversation": "state_file",
+    "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info state_file cli_terminal cli_run"
+    " cli_template cli_conversation",
+    "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
+    "cli_compare": "compare logits_file cli_terminal cli_run",
+    "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
+    " cli_template cli_bench cli_completion cli_perplexity cli_compare doctor cli_doctor .",  # the dot: for its version
     "__main__": "cli",
 }
 
@@ -182,7 +209,9 @@ def _defines_kernels(tree):
 def test_kernels_live_in_few_places():
     homes = {name for name, tree in TREES.items() if _defines_kernels(tree)}
     others = {name for name in homes if not name.startswith("stages.")}
-    assert others <= {"layer", "upload", "runtime"}, "stages, their composition, the upload, the question of the width"
+    assert others <= {"layer", "upload", "cache_copy", "runtime", "doctor_kernels"}, (
+        "stages, their composition, copies, questions"
+    )
     assert {"stages.norm", "stages.attention", "layer"} <= homes
 
 

@@ -10,7 +10,7 @@ import pytest
 import tmla
 from tests.conftest import backend, oracle_dir
 from tmla import layer, runtime, state
-from tmla.model import check_limits
+from tmla.limits import check_limits
 
 SIGMA = 1e-4  # f32 arithmetic, f32 cache: the oracle's tolerance, 6 times what f32 needs
 FILES = [

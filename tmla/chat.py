@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from .generate import Chunk, stream_generate
 from .template import render
 from .text import unmark
 from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, as in OpenAI's API
 
@@ -43,11 +46,14 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, model: Any, source: str | None = None) -> ChatTemplate:
-        """Template of a loaded model."""
+        """Template of a loaded `model`, or `source` in its place; TemplateError if there is none."""
         return cls(model.tokenizer, model.file.metadata, model.file.name, source)
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return the prompt as text, BOS included if the template writes it; parameters as of :meth:`encode`."""
+        """Return the prompt as text, BOS included if the template writes it; parameters as of :meth:`encode`.
+
+        For people to read: in the text, control tokens and the same characters from a user look alike.
+        """
         return unmark(self._render(messages, **options))
 
     def encode(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -65,8 +71,12 @@ class ChatTemplate:
             Descriptions of functions, as JSON schemas.
         enable_thinking : bool, optional
             Passed on to templates that ask for it (also as ``thinking``).
-        **variables
+        **options
             Further variables of the template.
+
+        Returns
+        -------
+        list of int
 
         Raises
         ------
@@ -183,6 +193,7 @@ class Session:
         self.model.rewind(min(n_same, self.model.n_past))
         self.tokens = self.tokens[: self.model.n_past]
         new = ids[len(self.tokens) :]
+        log.debug("prompt of %d tokens: %d are in the cache, %d are read", len(ids), len(self.tokens), len(new))
         chunks = stream_generate(self.model, new, keep=True, history=list(self.tokens), **parameters)
         return self._follow(chunks, ids)
 
@@ -207,7 +218,7 @@ def stream_chat(
     template_options: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> Generator[Chunk, None, None]:
-    """Answer a conversation, chunk by chunk; parameters as of :func:`chat`."""
+    """Answer a conversation, chunk by chunk; parameters and errors as of :func:`chat`."""
     options = {"tools": tools, "enable_thinking": enable_thinking} | dict(template_options or {})
     ids = ChatTemplate.of(model, template).encode(messages, **options)
     return stream_generate(model, ids, **parameters)

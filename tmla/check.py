@@ -16,7 +16,8 @@ from tmla.check_layer import TOLERANCE, LayerCheck, Result, check_ends, relative
 from tmla.check_shapes import check_odd_shapes
 from tmla.check_weights import FileWeights, split
 from tmla.errors import ContextError, NumericsError
-from tmla.model import Model, load
+from tmla.loading import load
+from tmla.model import Model
 from tmla.requantize import open_checked
 from tmla.stages.embed import embed_ref
 

@@ -1,4 +1,4 @@
-"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``bench``."""
+"""The command line: ``tmla run``, ``chat``, ``info``, ``check``, ``template``, ``doctor`` and the measurements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import tmla
+from tmla import cli_bench, cli_compare, cli_perplexity, info, runtime
 from tmla import cli_terminal as terminal
-from tmla import info, runtime
+from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
-from tmla.model import demo_path, fit_n_ctx
+from tmla.limits import fit_n_ctx
+from tmla.loading import demo_path
 from tmla.requantize import open_checked
 
 _EXIT_CODES = """exit codes:
   0    done (also when the context is full, and when Ctrl-D or /quit ends a chat)
-  1    tmla check found an error above its tolerance
+  1    tmla check found an error above its tolerance, tmla compare a KL above --max-kl; tmla doctor a wrong result, a
+       crash or a probe without end
   2    the command line, the file or the backend cannot be used; one line on stderr says why
   130  ended by Ctrl-C (while kernels compile by the signal itself, which a shell shows as 130)
   141  the reader of the output went away
@@ -110,10 +113,24 @@ def _template(args: argparse.Namespace) -> int:
     return show_template(args)
 
 
-def _bench(args: argparse.Namespace) -> int:
-    from tmla.cli_bench import bench
+def _perplexity(args: argparse.Namespace) -> int:
+    return cli_perplexity.measure(args)
 
-    return bench(args)
+
+def _compare(args: argparse.Namespace) -> int:
+    return cli_compare.compare_logits(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from tmla.cli_doctor import run
+
+    return run(args)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from tmla.cli_completion import completion
+
+    return completion(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--special", action="store_true", help="read control tokens in the prompt's text as such")
     p.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the turn")
     p.add_argument("--ids", action="store_true", help="print ids instead of text")
+    p.add_argument(
+        "--prompt-cache",
+        metavar="FILE",
+        help="begin with what FILE holds of this prompt, if it is there, and save tokens and cache in it at the end",
+    )
 
     p = _command(commands, "chat", _chat, "talk with a model through its own chat template; /help lists what it knows")
     _add_backend(p)
@@ -173,26 +195,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_template(p)
     p.add_argument("--json", action="store_true", help="prompt and ids as JSON")
+    _add_measurements(commands)
 
-    p = _command(commands, "bench", _bench, "measure speed, with llama-bench's columns; or the time of every stage")
-    _add_backend(p)
+    p = _bare_command(commands, "doctor", _doctor, "find out what this machine's backends can do; a report to paste")
+    p.set_defaults(file="")
     p.add_argument(
-        "--pp", type=_at_least(0), default=512, metavar="N", help="tokens of a prompt, 0 leaves it out (512)"
+        "--arch", nargs="+", choices=runtime.ARCHS, help=f"backends to examine ({' '.join(default_archs())} here)"
     )
     p.add_argument(
-        "--tg", type=_at_least(0), default=128, metavar="N", help="tokens to generate, 0 leaves it out (128)"
+        "--timeout", type=_at_least(1), default=int(TIMEOUT_S), metavar="S", help=f"seconds of a probe ({TIMEOUT_S:g})"
     )
-    p.add_argument(
-        "--depth", type=_ids, default=[], metavar="N,N", help="generate (64 tokens) also behind so many cached ones"
-    )
-    p.add_argument("--reps", type=_at_least(1), default=5, metavar="N", help="repetitions behind a warm-up (5)")
-    p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
-    p.add_argument("--output", choices=("md", "csv", "json"), default="md", help="form of the table (md)")
-    p.add_argument("--profile", action="store_true", help="time per stage at --depth (64), and of sampling")
+    p.add_argument("--json", action="store_true", help="as JSON")
+    p = commands.add_parser("completion", help="print a script that completes tmla's arguments in a shell")
+    p.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    p.set_defaults(command=_completion, name="completion", file="", verbose=0, parser=parser)
     return parser
 
 
-def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+def _add_measurements(commands: Any) -> None:
+    p = _command(commands, "perplexity", _perplexity, "measure how well a model foresees a text")
+    p.description = cli_perplexity.DESCRIPTION
+    p.add_argument("text", metavar="TEXT", help="file with the text, UTF-8; - reads stdin")
+    p.add_argument("--ctx", dest="n_ctx", type=_at_least(2), default=512, metavar="N", help="tokens of a window (512)")
+    p.add_argument("--stride", type=_at_least(1), metavar="N", help="tokens between two windows' beginnings (ctx / 2)")
+    p.add_argument("--halves", action="store_true", help="score as llama.cpp's llama-perplexity does")
+    p.add_argument("--dump", metavar="FILE.npz", help="write tokens and logits of all windows, for tmla compare")
+    _add_measurement_options(p)
+
+    p = _command(commands, "compare", _compare, "compare a model's logits with another engine's")
+    p.description = cli_compare.DESCRIPTION
+    p.add_argument("--logits", required=True, metavar="FILE.npz", help="tokens and logits of the other engine")
+    p.add_argument("--max-kl", type=float, metavar="X", help="exit with 1 if the mean KL is above X nats")
+    _add_measurement_options(p)
+
+    p = _command(commands, "bench", cli_bench.bench, "measure speed, with llama-bench's columns; or every stage's time")
+    _add_backend(p)
+    cli_bench.add_arguments(p)
+
+
+def _add_measurement_options(p: argparse.ArgumentParser) -> None:
+    _add_backend(p)
+    _add_cache(p)
+    _add_requantize(p)
+    p.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _bare_command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
     p: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -201,8 +249,13 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.set_defaults(command=function, name=name)
-    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file, or any shard of one (demo model)")
     p.add_argument("-v", "--verbose", action="count", default=0, help="log what is done to stderr; twice for details")
+    return p
+
+
+def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    p = _bare_command(commands, name, function, text)
+    p.add_argument("file", nargs="?", metavar="FILE", help="GGUF file, or any shard of one (demo model)")
     p.add_argument(
         "--override",
         type=_override,
@@ -229,6 +282,10 @@ def _add_context(p: argparse.ArgumentParser) -> None:
         metavar="N|max",
         help=f"tokens the cache holds; max: as many as were trained and fit the memory ({_DEFAULT_CTX})",
     )
+    _add_cache(p)
+
+
+def _add_cache(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
 
 

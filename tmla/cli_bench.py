@@ -12,7 +12,7 @@ from tmla import cli_terminal as terminal
 from tmla.bench import DEPTH_TOKENS, ModelEngine, Runner, Test, fill_cache
 from tmla.bench_facts import file_facts, read_ceiling_gb_s
 from tmla.bench_profile import Profile
-from tmla.bench_result import ABOVE_CEILING, Result, write_results
+from tmla.bench_result import ABOVE_CEILING, FORMS, Result, write_results
 from tmla.bench_sampling import N_VOCAB, sampling_us
 from tmla.cli_run import load_with_bar
 from tmla.errors import ParameterError
@@ -28,6 +28,19 @@ def bench(args: argparse.Namespace) -> int:
     else:
         _speed(args, load)
     return 0
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    p.add_argument("--pp", type=_count, default=512, metavar="N", help="tokens of a prompt, 0 leaves it out (512)")
+    p.add_argument("--tg", type=_count, default=128, metavar="N", help="tokens to generate, 0 leaves it out (128)")
+    p.add_argument(
+        "--depth", type=_counts, default=[], metavar="N,N", help="generate (64 tokens) also behind so many cached ones"
+    )
+    p.add_argument("--reps", type=_at_least_one, default=5, metavar="N", help="repetitions behind a warm-up (5)")
+    p.add_argument("--cache", choices=("f16", "f32"), default="f16", help="storage of the cache (f16)")
+    p.add_argument("--output", choices=FORMS, default="md", help="form of the table (md)")
+    p.add_argument("--profile", action="store_true", help="time per stage at --depth (64), and of sampling")
 
 
 def tests_of(pp: int, tg: int, depths: list[int]) -> list[Test]:
@@ -112,6 +125,22 @@ def sampling_text(sampling: dict[str, float], token_us: float) -> str:
     """A Markdown table: us of a choice, and its share of a token."""
     rows = [f"| {name} | {us:.0f} | {us / token_us:.1%} |" for name, us in sampling.items()]
     return "\n".join(["| setting | us | of a token |", "| --- | ---: | ---: |", *rows])
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _at_least_one(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError(f"{text} is too small, expected 1 or more")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
 
 
 def _ceiling(arch: str, n_bytes: int, threads: int | None) -> float:

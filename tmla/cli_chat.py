@@ -11,18 +11,22 @@ from typing import Any
 from tmla import cli_terminal as terminal
 from tmla import info
 from tmla.chat import ChatTemplate, Session
+from tmla.cli_conversation import Conversation
 from tmla.cli_run import REASONS, load_with_bar, say_what_runs, warm_up
 from tmla.cli_template import read_text
-from tmla.errors import ContextError, ParameterError
+from tmla.errors import ContextError, ParameterError, TmlaError
 from tmla.generate import Chunk, Stats, stream_generate
 from tmla.model import Model
 from tmla.requantize import open_checked
 from tmla.sampling import Sampler
+from tmla.state_file import open_state
 from tmla.stops import StopScanner
 from tmla.tokenizer import Tokenizer
 
 _HELP = """/reset         forget the conversation
 /system TEXT   set the system message, from the next answer on; without TEXT none
+/save FILE     save the conversation with its cache
+/load FILE     go on with a saved conversation, in the place of this one
 /stats         tokens in the cache, and speed of the last answer
 /quit          end, as Ctrl-D does; Ctrl-C stops an answer and keeps the conversation
 //TEXT         a message that begins with a slash"""
@@ -73,18 +77,20 @@ class RawSession:
     ----------
     tokens : list of int
         What the cache holds.
+    said : list of int
+        All that was said; its last token has often not been fed.
     """
 
     def __init__(self, model: Model):
         self.model = model
         self.tokens: list[int] = []
-        self._said: list[int] = []  # all that was said; its last token has often not been fed
+        self.said: list[int] = []
 
     def stream(self, messages: Sequence[dict[str, str]], **parameters: Any) -> Generator[Chunk, None, None]:
         """Continue all that was said and the last message; parameters and errors as of :class:`tmla.chat.Session`."""
         text, tokenizer = messages[-1]["content"], self.model.tokenizer
-        begins = len(messages) == 1 or not self._said
-        said = [] if begins else self._said
+        begins = len(messages) == 1 or not self.said
+        said = [] if begins else self.said
         new = tokenizer.encode_prompt(text) if begins else tokenizer.encode("\n" + text, add_bos=False)
         ids = [*said, *new]
         self.model.rewind(min(len(said), len(self.tokens), self.model.n_past))
@@ -102,7 +108,7 @@ class RawSession:
                 yield chunk
         finally:
             chunks.close()
-            self._said, self.tokens = said, said[: self.model.n_past]
+            self.said, self.tokens = said, said[: self.model.n_past]
 
 
 class Talk:
@@ -151,11 +157,41 @@ class Talk:
             terminal.say("the system message is set" if text else "there is no system message")
         elif command == "/stats":
             terminal.say(self._stats_line())
+        elif command in ("/save", "/load"):
+            self._file(command, text)
         else:
             if command != "/help":
                 terminal.say(f"{terminal.printable(command)} is unknown")
             for row in _HELP.splitlines():
                 terminal.say(row)
+
+    def _file(self, command: str, path: str) -> None:
+        try:
+            if not path:
+                raise ParameterError(f"{command} needs the name of a file")
+            (self._save if command == "/save" else self._load)(path)
+        except TmlaError as e:
+            if not self.interactive:
+                raise
+            terminal.say(f"error: {e}")
+
+    def _save(self, path: str) -> None:
+        session = self.session
+        session.model.rewind(len(session.tokens))  # what an interrupted answer left behind is not to be saved
+        said = session.said if isinstance(session, RawSession) else None
+        n_bytes = session.model.save_state(path, Conversation(self.messages, self.system, said).note())
+        terminal.say(f"saved: {len(self.messages)} messages, {len(session.tokens)} tokens, {info.size(n_bytes)}")
+
+    def _load(self, path: str) -> None:
+        session = self.session
+        saved = open_state(path)
+        conversation = Conversation.of(saved, raw=isinstance(session, RawSession))
+        session.model.restore_from(saved)
+        session.tokens = saved.tokens
+        if isinstance(session, RawSession) and conversation.said is not None:
+            session.said = conversation.said
+        self.messages, self.system, self.stats = conversation.messages, conversation.system, None
+        terminal.say(f"loaded: {len(self.messages)} messages, {len(session.tokens)} tokens")
 
     def _answer(self, text: str) -> None:
         args = self.args

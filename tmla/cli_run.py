@@ -10,16 +10,18 @@ import time
 
 from tmla import cli_terminal as terminal
 from tmla import info
+from tmla.cli_prompt_cache import PromptCache
 from tmla.errors import ContextError
 from tmla.generate import Chunk, Stats, stream_generate
-from tmla.model import Model, load
+from tmla.loading import load
+from tmla.model import Model
 from tmla.requantize import open_checked
 from tmla.requantize_report import requantize_report
 from tmla.sampling import Sampler
 from tmla.stops import StopScanner
 from tmla.tokenizer import Tokenizer
 
-log = logging.getLogger("tmla")
+log = logging.getLogger(__name__)
 
 _MAX_TOKENS_A_CHARACTER = 4  # bytes of UTF-8
 
@@ -35,22 +37,26 @@ def run(args: argparse.Namespace) -> int:
     """Generate and return the exit code."""
     prompt = args.tokens if args.tokens is not None else sys.stdin.read() if args.prompt == "-" else args.prompt
     refuse_early(args, prompt)
+    cache = None if args.prompt_cache is None else PromptCache(args.prompt_cache)
     model, load_s, compile_s = load_with_bar(args)
-    chunks = stream_generate(
-        model,
-        prompt,
-        max_tokens=None if args.n < 0 else args.n,
-        temperature=args.temp,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        special=args.special,
-        ignore_eos=args.ignore_eos,
-    )
+    if cache is not None:
+        cache.check_fits(model)
+    parameters = {
+        "max_tokens": None if args.n < 0 else args.n,
+        "temperature": args.temp,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "seed": args.seed,
+        "stop": args.stop,
+        "ignore_eos": args.ignore_eos,
+    }
+    chunks = stream_generate(model, prompt, special=args.special, **parameters)
     say_what_runs(model)
     compile_s += warm_up(model)
+    if cache is not None:
+        ids = prompt if isinstance(prompt, list) else model.tokenizer.encode_prompt(prompt, special=args.special)
+        chunks = cache.resume(model, ids, **parameters)
     n_tokens = 0
     out = terminal.ModelText()
     try:
@@ -61,9 +67,13 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         chunks.close()
         out.end()
+        if cache is not None and n_tokens:
+            cache.save(model, interrupted=True)
         terminal.say(f"interrupted after {n_tokens} tokens")
         raise
     out.end()
+    if cache is not None:
+        cache.save(model)
     terminal.say(timing_line(model.arch, load_s, compile_s, last.stats))
     terminal.say(f"ended: {REASONS[str(last.reason)]}")
     return 0

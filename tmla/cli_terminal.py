@@ -127,7 +127,7 @@ def logging_to_stderr(verbosity: int) -> Iterator[None]:
         yield
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("tmla: %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     level = log.level
     log.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
     log.addHandler(handler)

@@ -116,10 +116,12 @@ class MLAConfig:
 
     @property
     def n_moe_layers(self) -> int:
+        """Layers with a mixture of experts."""
         return sum(self.is_moe_layer)
 
     @property
     def n_dense_layers(self) -> int:
+        """Layers with one plain feed-forward network."""
         return self.n_layers - self.n_moe_layers
 
     @property
@@ -140,15 +142,21 @@ class MLAConfig:
         return mscale**2 / math.sqrt(self.qk_head_dim)
 
     def cache_row_bytes(self, dtype: str = "f16") -> int:
-        """Bytes of one cached position in one layer, for a cache of "f16" or "f32"."""
+        """Bytes of one cached position in one layer, for a cache of `dtype` "f16" or "f32"."""
         return self.cache_row_width * {"f16": 2, "f32": 4}[dtype]
 
     def rope_table(self, n_ctx: int) -> np.ndarray:
-        """Return cos and sin of every pair at every position, float32 [n_ctx, R/2, 2]."""
+        """Return cos and sin of every pair at every position below `n_ctx`, float32 [n_ctx, R/2, 2].
+
+        Angles in float64 (YaRN: Peng et al. 2023; docs/mla.md, section 5), rounded once.
+        """
         return rope.rope_table(self, n_ctx)
 
     def temperature_table(self, n_ctx: int) -> np.ndarray:
-        """Return the factor on the scores of each query position, float32 [n_ctx]; ones without temperature."""
+        """Return the factor on the scores of each query position below `n_ctx`, float32 [n_ctx].
+
+        Ones without an attention temperature; the formula is in docs/mla.md, section 6.
+        """
         return rope.temperature(self, n_ctx).astype(np.float32)
 
     def expected_tensors(self) -> dict[str, TensorSpec]:

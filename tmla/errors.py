@@ -21,6 +21,10 @@ class NumericsError(TmlaError):
     """Logits are not finite; the message names the position and the first layer at fault."""
 
 
+class StateError(TmlaError):
+    """A saved state cannot be used: cut, damaged, of another model; or it cannot be written."""
+
+
 class ParameterError(TmlaError, ValueError):
     """An argument is out of its range or of the wrong kind; nothing was done."""
 

@@ -49,6 +49,11 @@ class GGUFFile:
         Bytes of all shards on disk.
     notes : tuple of str
         What was found odd but harmless, one sentence each.
+
+    Raises
+    ------
+    GGUFError
+        Two shards hold the same tensor, or an override does not fit.
     """
 
     def __init__(self, path: Path, shards: list[Shard], overrides: Mapping[str, Any] | None = None):
@@ -83,20 +88,27 @@ class GGUFFile:
         return f"GGUFFile({str(self.path)!r}, {len(self.tensors)} tensors, {len(self.paths)} files)"
 
     def info(self, name: str) -> TensorInfo:
-        """Return the entry of one tensor; GGUFError if the file has none of that name."""
+        """Return the entry of tensor `name`; GGUFError if the file has none of that name."""
         if name not in self.tensors:
             raise GGUFError(f"{show(self.name)}: there is no tensor {quote(name)}; the conversion was incomplete")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """Return a tensor's bytes as they are: u8 [n_bytes], a read-only view on the memory map."""
+        """Return the bytes of tensor `name` as they are: u8 [n_bytes], a read-only view on the memory map.
+
+        GGUFError if there is no such tensor, or the file was closed.
+        """
         t = self.info(name)
         if not self._data:
             raise GGUFError(f"{show(self.name)}: the file was closed before {quote(name)} was read; open it again")
         return self._data[t.shard][t.offset : t.offset + t.n_bytes]
 
     def q8_0_blocks(self, name: str) -> np.ndarray:
-        """Return the blocks of a Q8_0 tensor, u8 [rows, I/32, 34], without copying; rows counts all leading axes."""
+        """Return the blocks of the Q8_0 tensor `name`, u8 [rows, I/32, 34], without copying.
+
+        A block is an f16 scale and 32 int8 quants (``block_q8_0`` in ggml-common.h); rows counts all leading axes.
+        GGUFError if the tensor is of another type.
+        """
         t = self.info(name)
         if t.type != "Q8_0":
             raise GGUFError(
@@ -105,7 +117,7 @@ class GGUFFile:
         return self.raw(name).reshape(math.prod(t.shape[:-1]), t.shape[-1] // Q8_BLOCK, Q8_BLOCK_BYTES)
 
     def array(self, name: str) -> np.ndarray:
-        """Return a tensor's values as a new array, f32 in the tensor's shape.
+        """Return the values of tensor `name` as a new array, f32 in the tensor's shape.
 
         F32, F16 and BF16 are exact, Q8_0 is ``d * q`` in f32; other quantised types go through the gguf package.
 
@@ -118,9 +130,22 @@ class GGUFFile:
         return self.rows(name, 0, math.prod(t.shape[:-1])).reshape(t.shape)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return rows ``start`` to ``stop`` of a tensor as a new array, f32 [stop - start, I]; see :meth:`array`.
+        """Return some rows of a tensor as a new array: a large tensor can be read piece by piece.
 
-        All leading axes count as one, so a large tensor can be read piece by piece.
+        Parameters
+        ----------
+        name : str
+        start, stop : int
+            ``0 <= start <= stop <= rows``, where all leading axes count as one.
+
+        Returns
+        -------
+        numpy.ndarray, f32 [stop - start, I]
+
+        Raises
+        ------
+        GGUFError
+            As :meth:`array`.
         """
         t = self.info(name)
         n_rows = math.prod(t.shape[:-1])

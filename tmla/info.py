@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tmla import memory, runtime, state
+from tmla import chunk_state, memory, runtime, state
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile
 from tmla.gguf_kind import show
@@ -29,7 +29,7 @@ class _CountingPool:
     def __init__(self) -> None:
         self.n_bytes = 0
 
-    def field(self, dtype: Any, shape: tuple[int, ...]) -> _CountingPool:
+    def field(self, dtype: Any, shape: tuple[int, ...], name: str = "") -> _CountingPool:
         self.n_bytes += math.prod(shape) * runtime.dtype_bytes(dtype)
         return self
 
@@ -58,6 +58,7 @@ def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", arch: st
     plan = make_plan(cfg, n_ctx, cache_dtype, layout)
     pool: Any = _CountingPool()
     state.State(cfg, 1, CPU, pool, cfg.n_vocab)
+    chunk_state.ChunkState(cfg, n_ctx, CPU, pool)
     scratch = pool.n_bytes + (n_ctx - 1) * state.table_bytes_per_position(cfg)
     out = {"weights": plan.weight_bytes, "cache": plan.cache_bytes, "scratch": scratch}
     return out | {"total": sum(out.values())}

@@ -1,64 +1,94 @@
 """A loaded model: the Python decode loop over layers."""
 
-import os
-import pathlib
-import time
+import logging
 import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import taichi as ti
 
-from tmla import bench_profile, config, layer, memory, runtime, state, weights
-from tmla.errors import BackendError, ContextError, NumericsError
-from tmla.plan import largest_cache, make_plan
-from tmla.requantize import open_checked
+from tmla import bench_profile, chunk_state, config, layer, prefill, runtime, state, weights
+from tmla.errors import ContextError, NumericsError
+from tmla.gguf_file import GGUFFile
+from tmla.plan import make_plan
 from tmla.runtime import counter
+from tmla.saved_state import KeepsTokens
 from tmla.stages.argmax import NO_ID
-from tmla.stages.attention_shape import MAX_LATENT
-from tmla.stages.ffn_warps import MAX_THREADS
 from tmla.tokenizer import Tokenizer
 from tmla.upload import Writer
 
+log = logging.getLogger(__name__)
 
-class Model:
-    """An MLA model in Taichi fields, with its cache. Made by :func:`load`.
+Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
+
+
+class Model(KeepsTokens):
+    """An MLA model in Taichi fields, with its cache. Made by :func:`tmla.load`.
 
     Attributes
     ----------
     config : MLAConfig
+        Architecture, as read from the file.
+    file : GGUFFile
+        The open file: metadata, tensors, notes.
     tokenizer : Tokenizer
+        Built from the file alone.
     arch : str
         Backend that runs.
     n_ctx, n_past : int
         Positions the cache holds, and positions filled.
-    memory : dict
+    cache_dtype : {"f16", "f32"}
+        Storage of the cache.
+    memory : dict of str to int
         Bytes: ``weights``, ``cache``, ``scratch``, ``total``.
+    load_s : float
+        Seconds that loading took, compilation included.
     """
 
-    def __init__(self, gf, cfg, tokenizer, caps, n_ctx, cache_dtype, progress=None):
+    def __init__(
+        self,
+        gf: GGUFFile,
+        cfg: config.MLAConfig,
+        tokenizer: Tokenizer,
+        caps: runtime.Caps,
+        n_ctx: int,
+        cache_dtype: str,
+        progress: Progress | None = None,
+    ):
         self.config, self.file, self.tokenizer, self.arch = cfg, gf, tokenizer, caps.arch
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
-        plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout)
+        plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout, promised=caps.max_buffer)
         pools = [runtime.FieldPool() for _ in range(3)]
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
-        self._globals = weights.Globals(plan, cfg, weight_pool)
+        self._globals: Any = weights.Globals(plan, cfg, weight_pool)
         self._globals.zero = scratch_pool.field(ti.i32, (1,))
         self.attention_banks = [
             weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
         ]
-        self.ffn_banks = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+        self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
         self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
-        banks = [self._globals, *self.attention_banks, *self.ffn_banks]
+        banks: list[Any] = [self._globals, *self.attention_banks, *self.ffn_banks]
         writer = Writer([f for bank in banks for f in bank.fields] + [self._state.rope, self._state.scale])
         self._state.write_tables(writer)
         weights.load_weights(gf, banks, writer, progress)
+        for bank in banks[1:]:
+            log.debug(
+                "%s: layers %d to %d, %s",
+                type(bank).__name__,
+                bank.first,
+                bank.first + bank.n - 1,
+                ", ".join(bank.roles),
+            )
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
-        self._last_token = -1
+        chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
+        self._prefill = prefill.Prefill(self._globals, self.attention_banks, self.ffn_banks, self._state, chunk)
+        self._last_token, self._fed = -1, np.full(n_ctx, -1, np.int32)
         self.memory = {
             "weights": weight_pool.n_bytes,
             "cache": cache_pool.n_bytes,
@@ -72,10 +102,12 @@ class Model:
         Parameters
         ----------
         token : int
+            ``0 <= token < config.n_vocab``.
 
         Returns
         -------
         numpy.ndarray, f32 [n_vocab]
+            A copy on the host.
 
         Raises
         ------
@@ -85,15 +117,17 @@ class Model:
             Logits are not finite.
         """
         self._check([token])
+        self._note([token])
         self._step(int(token))
         return self._read_logits()
 
-    def prefill(self, tokens, all_logits: bool = False) -> np.ndarray:
+    def prefill(self, tokens: Iterable[int], all_logits: bool = False) -> np.ndarray:
         """Feed tokens and return the logits behind the last, or behind each.
 
         Parameters
         ----------
-        tokens : sequence of int
+        tokens : iterable of int
+            At least one; nothing is added.
         all_logits : bool
 
         Returns
@@ -107,14 +141,25 @@ class Model:
         """
         tokens = [int(t) for t in tokens]
         self._check(tokens)
-        rows = []
-        for token in tokens[:-1]:
-            self._step(token, logits=all_logits)
+        self._note(tokens)
+        rows: list[np.ndarray] = []
+        done = 0
+        for n in prefill.split(len(tokens), self._prefill.chunk.n_tokens):
+            self._prefill.run(tokens[done : done + n], self.n_past)
+            done += n
+            self.n_past += n
+            self._last_token = tokens[done - 1]
             if all_logits:
+                rows += [self._finite(part) for part in self._prefill.logits(n)]
+            elif done == len(tokens):
+                self._prefill.last_logits(n, self._steps.head)
                 rows.append(self._read_logits())
-        self._step(tokens[-1])
-        last = self._read_logits()
-        return np.stack([*rows, last]) if all_logits else last
+        for i in range(done, len(tokens)):
+            last = i == len(tokens) - 1
+            self._step(tokens[i], logits=all_logits or last)
+            if all_logits or last:
+                rows.append(self._read_logits())
+        return np.vstack(rows) if all_logits else rows[-1]
 
     def decode_greedy(self, token: int, n: int) -> list[int]:
         """Feed `token` and go on greedily: the next `n` ids, read back at most every 64 tokens.
@@ -126,12 +171,20 @@ class Model:
         n : int
             Ids wanted. All but the last are fed too: :attr:`n_past` grows by `n`.
 
+        Returns
+        -------
+        list of int
+            The choices. Of equal logits the lowest id wins; ids beyond the tokenizer's are never chosen.
+
         Raises
         ------
         ContextError
             Fewer than `n` positions are free.
+        NumericsError
+            Logits are not finite; :attr:`n_past` is put back to the token at fault.
         """
         self._check([token] * n)
+        self._note([token] + [-1] * (n - 1))  # what follows is not known before it is read back
         out: list[int] = []
         self._step(int(token))
         while len(out) < n:
@@ -150,14 +203,15 @@ class Model:
                 self.n_past -= len(out) - 1 - out.index(NO_ID)
                 self._raise_not_finite()
         self._last_token = out[-2] if n > 1 else int(token)
+        self._fed[self.n_past - n + 1 : self.n_past] = out[:-1]
         return out
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything: :attr:`n_past` becomes 0."""
         self.n_past = 0
 
     def rewind(self, n_past: int) -> None:
-        """Forget everything from position `n_past` on.
+        """Forget everything from position `n_past` on; costs nothing, rows before it stay valid.
 
         Raises
         ------
@@ -174,7 +228,7 @@ class Model:
         banks = (self._globals, self.attention_banks, self.ffn_banks)
         return bench_profile.profile(self.config, self._steps, banks, self._state, self.n_past, n_tokens)
 
-    def _check(self, tokens) -> None:
+    def _check(self, tokens: list[int]) -> None:
         if not tokens:
             raise ContextError("no tokens were given, expected at least one")
         room = self.n_ctx - self.n_past
@@ -198,16 +252,18 @@ class Model:
             self._steps.head()
 
     def _read_logits(self) -> np.ndarray:
-        out = self._state.logits.to_numpy()[0]
+        return self._finite(self._state.logits.to_numpy()[0])
+
+    def _finite(self, logits: np.ndarray) -> np.ndarray:
         counter.readbacks += 1
-        if not np.isfinite(out).all():
+        if not np.isfinite(logits).all():
             self._raise_not_finite()
-        return out
+        return logits
 
     def _raise_not_finite(self) -> None:
         """Find the first position and layer at fault: in the cache, else by decoding the last token layer by layer."""
         last = self.n_past - 1
-        first = None
+        first: tuple[int, int | None] | None = None
         for bank in self.attention_banks:
             bad = ~np.isfinite(bank.cache_rows(self.n_past)).all(axis=2)
             for i, row in enumerate(bad):
@@ -230,118 +286,6 @@ class Model:
         return None
 
 
-def check_limits(name: str, cfg, caps) -> None:
-    """Refuse what the GPU kernels cannot cut to size; CPU kernels have no such limits.
-
-    Raises
-    ------
-    BackendError
-        The latent is wider than a block of threads covers, or a token's experts are more than a block has warps.
-    """
-    if not caps.gpu:
-        return
-    if cfg.kv_lora_rank > MAX_LATENT:
-        raise BackendError(
-            f"{name}: kv_lora_rank is {cfg.kv_lora_rank}, the GPU kernels take at most {MAX_LATENT}; use arch='cpu'"
-        )
-    if cfg.n_experts_used:
-        segments = cfg.n_experts_used + -(-cfg.shared_ffn_dim // cfg.expert_ffn_dim)
-        if segments * caps.lanes > MAX_THREADS:
-            raise BackendError(
-                f"{name}: {cfg.n_experts_used} experts and the shared ones make {segments} warps of {caps.lanes} "
-                f"threads, the GPU kernels take at most {MAX_THREADS} threads; use arch='cpu'"
-            )
-
-
-def _free_pools(pools) -> None:
+def _free_pools(pools: list[runtime.FieldPool]) -> None:
     for pool in pools:
         pool.destroy()
-
-
-def demo_path() -> pathlib.Path:
-    """The small trained model that the package carries: DeepSeek-V2's structure, 11 M parameters, old novels."""
-    return pathlib.Path(__file__).parent / "data" / "demo.gguf"
-
-
-def load(
-    path: str | os.PathLike | None = None,
-    *,
-    arch: str | None = None,
-    n_ctx: int | str = 4096,
-    cache_dtype: str = "f16",
-    overrides: dict | None = None,
-    progress=None,
-    threads: int | None = None,
-    requantize: bool = False,
-) -> Model:
-    """Load a DeepSeek-style GGUF model.
-
-    Parameters
-    ----------
-    path : str or os.PathLike, optional
-        GGUF file, or any shard of one; matrices in Q8_0, vectors in F32, F16 or BF16. Default: the small trained model
-        that the package carries (:func:`demo_path`).
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default "metal" on macOS, else "cpu"; never replaced by another.
-    n_ctx : int or "max"
-        Positions the latent cache holds, ``L * (C + R)`` values each. "max": the trained context, or as much of it as
-        fits the memory.
-    cache_dtype : {"f16", "f32"}
-        Storage of the cache; all arithmetic is f32.
-    overrides : dict, optional
-        Metadata keys to replace or add: ``{"deepseek2.expert_gating_func": 2}``.
-    progress : callable, optional
-        Called with (done_bytes, total_bytes) while weights are copied.
-    threads : int, optional
-        CPU threads; counts for the first model of a process.
-    requantize : bool
-        Accept matrices of other types and round them to Q8_0 while loading (:mod:`tmla.requantize`).
-
-    Returns
-    -------
-    Model
-
-    Raises
-    ------
-    GGUFError
-        The file is damaged, a key or tensor is missing, a shape disagrees with the metadata, a type is not supported,
-        or scales or norms are not finite.
-    BackendError
-        `arch` is not available (Taichi itself would fall back to CPU), another one runs already in this process, or
-        memory does not suffice.
-    """
-    if cache_dtype not in ("f16", "f32"):
-        raise BackendError(f"cache_dtype {cache_dtype!r} is unknown; expected 'f16' or 'f32'")
-    start = time.perf_counter()
-    path = demo_path() if path is None else path
-    gf, cfg = open_checked(os.fspath(path), overrides=overrides, requantize=requantize)
-    try:
-        tokenizer = Tokenizer.from_gguf(gf)
-        config.check_finite(gf, cfg)
-        caps = runtime.init(arch, threads=threads)
-        check_limits(gf.name, cfg, caps)
-        model = Model(
-            gf, cfg, tokenizer, caps, fit_n_ctx(gf.name, cfg, n_ctx, cache_dtype, caps), cache_dtype, progress
-        )
-    except BaseException:
-        gf.close()
-        raise
-    model.load_s = time.perf_counter() - start
-    return model
-
-
-def fit_n_ctx(name: str, cfg, n_ctx: int | str, cache_dtype: str, caps) -> int:
-    """Check that weights, cache and scratch fit the memory; resolve "max"."""
-    plan = make_plan(cfg, 1, cache_dtype, caps.layout)
-    per_position = cfg.n_layers * cfg.cache_row_bytes(cache_dtype) + state.table_bytes_per_position(cfg)
-    available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = largest_cache(cfg, cache_dtype)
-    if n_ctx == "max":
-        fits = min(cfg.context_length, limit)
-        if available is not None:
-            fits = memory.largest_n_ctx(plan.weight_bytes, per_position, fits, available)
-        n_ctx = max(1, fits)
-    if not isinstance(n_ctx, int) or n_ctx < 1:
-        raise ContextError(f"n_ctx is {n_ctx!r}, expected a positive number or 'max'")
-    memory.check_fits(name, n_ctx, plan.weight_bytes, per_position, available)
-    return n_ctx

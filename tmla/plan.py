@@ -13,12 +13,10 @@ import taichi as ti
 
 from tmla.config import MLAConfig
 from tmla.errors import BackendError
-from tmla.runtime import dtype_bytes
+from tmla.runtime import MAX_FIELD, dtype_bytes
 from tmla.stages.cache_row import cache_field
 from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.words import WORD
-
-MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +154,14 @@ def field_bytes(dtype, shape) -> int:
     return math.prod(shape) * dtype_bytes(dtype)
 
 
-def make_plan(cfg: MLAConfig, n_ctx: int, cache_dtype: str, layout: str, max_field: int = MAX_FIELD) -> Plan:
+def make_plan(
+    cfg: MLAConfig,
+    n_ctx: int,
+    cache_dtype: str,
+    layout: str,
+    max_field: int = MAX_FIELD,
+    promised: int | None = None,
+) -> Plan:
     """Cut the model into banks and list every field.
 
     Parameters
@@ -169,6 +174,10 @@ def make_plan(cfg: MLAConfig, n_ctx: int, cache_dtype: str, layout: str, max_fie
         Storage of quants and cache.
     max_field : int
         Most bytes and elements of one field.
+    promised : int, optional
+        Bytes of one buffer that the device promises to reach (:attr:`tmla.runtime.Caps.max_buffer`). Layers are cut to
+        it. Where a single layer is larger, the field is made all the same, and :class:`tmla.runtime.FieldPool` finds
+        out whether the device reaches its end.
 
     Raises
     ------
@@ -185,7 +194,7 @@ def make_plan(cfg: MLAConfig, n_ctx: int, cache_dtype: str, layout: str, max_fie
                 out |= {name + suffix: f for suffix, f in role.fields(n, layout).items()}
             return out
 
-        most = min(_layers_that_fit(name, f, max_field, n_ctx) for name, f in fields(1).items())
+        most = min(_layers_that_fit(name, f, max_field, n_ctx, promised) for name, f in fields(1).items())
         n_banks = -(-(end - first) // most)
         edges = [first + (end - first) * i // n_banks for i in range(n_banks + 1)]  # balanced: 26 layers in 9, 9, 8
         return [BankPlan(a, b - a, moe, roles, fields(b - a)) for a, b in itertools.pairwise(edges)]
@@ -197,18 +206,19 @@ def make_plan(cfg: MLAConfig, n_ctx: int, cache_dtype: str, layout: str, max_fie
         first = end
     globals_ = {name + s: f for name, role in global_roles(cfg).items() for s, f in role.fields(1, layout).items()}
     for name, f in globals_.items():
-        _layers_that_fit(name, f, max_field, n_ctx)
+        _layers_that_fit(name, f, max_field, n_ctx, promised)
     attention = banks(0, cfg.n_layers, False, attention_roles(cfg), True)
     return Plan(tuple(attention), tuple(ffn), globals_, layout)
 
 
-def _layers_that_fit(name: str, field: tuple, max_field: int, n_ctx: int) -> int:
+def _layers_that_fit(name: str, field: tuple, max_field: int, n_ctx: int, promised: int | None) -> int:
     one = max(field_bytes(*field), math.prod(field[1]))
     if one > max_field:
         what = f"the cache of one layer at n_ctx={n_ctx}" if name == "cache" else f"one layer of {name!r}"
         remedy = "ask for a smaller context" if name == "cache" else "tmla cannot run this model"
         raise BackendError(f"{what} needs {one:,} bytes in one field, at most {max_field:,} fit; {remedy}")
-    return max_field // one
+    limit = max_field if promised is None or one > promised else min(max_field, promised)
+    return limit // one
 
 
 def largest_cache(cfg: MLAConfig, cache_dtype: str, max_field: int = MAX_FIELD) -> int:

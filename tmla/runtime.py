@@ -3,18 +3,21 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
 
 import taichi as ti
 
+from tmla import vulkan_device
 from tmla.errors import BackendError
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
+MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
 PROFILED = ("cuda", "vulkan", "cpu")  # Taichi 1.7.4's kernel profiler records nothing on Metal
 
-log = logging.getLogger("tmla")
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Caps:
         How Q8_0 quants are stored: u8, or u64 of eight quants each. The same bits.
     debug : bool
         Bounds are checked (CPU and CUDA only).
+    threads : int
+        CPU threads that share a loop; 1 on GPUs.
+    max_buffer : int or None
+        Bytes of one buffer that the device promises to reach; None where it cannot be asked (all but Vulkan).
     profiler : bool
         Taichi records the device time of every dispatch.
     """
@@ -43,6 +50,8 @@ class Caps:
     lanes: int
     layout: str
     debug: bool
+    threads: int = 1
+    max_buffer: int | None = None
     profiler: bool = False
 
     @property
@@ -52,8 +61,11 @@ class Caps:
 
     @property
     def fuse(self) -> bool:
-        """Put several dispatches into one kernel? Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions
-        behind pointers, which costs more time on the device than the launches saved (measured: docs/log.md)."""
+        """True where several dispatches belong into one kernel.
+
+        Not on CUDA: Taichi 1.7.4 then compiles the bodies as functions behind pointers, which costs more time on the
+        device than the launches saved (measured: docs/log.md).
+        """
         return self.arch != "cuda"
 
 
@@ -104,8 +116,8 @@ def init(
 
     Parameters
     ----------
-    arch : {"metal", "cuda", "vulkan", "cpu"}, optional
-        Backend. Default: :func:`default_arch`. Never replaced by another.
+    arch : str, optional
+        Backend: "metal", "cuda", "vulkan" or "cpu". Default: :func:`default_arch`. Never replaced by another.
     threads : int, optional
         CPU threads; default all cores. Only the first call of a process can set it.
     debug : bool, optional
@@ -146,7 +158,7 @@ def init(
     got = ti.lang.impl.current_cfg().arch
     if got != getattr(ti, arch) and not (arch == "cpu" and got in (ti.x64, ti.arm64)):
         ti.reset()
-        _unavailable(arch)
+        _unavailable(arch, f" (Taichi ran on {ti._lib.core.arch_name(got)!r} instead)")
     _caps = dataclasses.replace(_probe(arch, debug), profiler=profiler)
     log.info("backend %s: lanes %d (%s), quants in %s", arch, _caps.lanes, _caps.lane_ops, _caps.layout)
     return _caps
@@ -188,16 +200,37 @@ class FieldPool:
         self.n_bytes = 0
         self._trees: list = []
 
-    def field(self, dtype, shape: tuple[int, ...]):
-        """Allocate one zeroed field of `dtype` and `shape`."""
+    def field(self, dtype, shape: tuple[int, ...], name: str = "a field"):
+        """Allocate one zeroed field of `dtype` and `shape`.
+
+        Raises
+        ------
+        BackendError
+            It is larger than a field can be, the memory does not suffice, or the device does not reach its end:
+            names the field by `name`, its bytes and what can be done.
+        """
+        n = math.prod(shape)
+        n_bytes = n * dtype_bytes(dtype)
+        what = f"{name}, {dtype} {list(shape)}, takes {n_bytes:,} bytes"
+        if max(n, n_bytes) > MAX_FIELD:
+            raise BackendError(f"{what} and {n:,} elements in one field, at most {MAX_FIELD:,} fit; {_smaller()}")
         builder = ti.FieldsBuilder()
         out = ti.field(dtype)
         builder.dense(ti.axes(*range(len(shape))), shape).place(out)
-        self._trees.append(builder.finalize())
-        n = 1
-        for size in shape:
-            n *= size
-        self.n_bytes += n * dtype_bytes(dtype)
+        try:
+            with _no_log():
+                tree = builder.finalize()
+        except RuntimeError as e:
+            beside = f"beside {self.n_bytes:,} bytes of the same kind"
+            raise BackendError(f"{what}, which could not be allocated {beside} ({_reason(e)}); {_smaller()}") from None
+        self._trees.append(tree)
+        promised = _caps.max_buffer if _caps is not None else None
+        if promised is not None and n_bytes > promised and not _reaches_end(out):
+            raise BackendError(
+                f"{what}, but a kernel does not reach its end: the device promises {promised:,} bytes a buffer "
+                f"(maxStorageBufferRange); {_smaller()}"
+            )
+        self.n_bytes += n_bytes
         return out
 
     def destroy(self) -> None:
@@ -218,27 +251,58 @@ def dtype_bytes(dtype) -> int:
     return {ti.u8: 1, ti.f16: 2, ti.f32: 4, ti.i32: 4, ti.u64: 8}[dtype]
 
 
+@contextlib.contextmanager
+def _no_log() -> Iterator[None]:
+    """Keep Taichi from logging an error that becomes one of ours."""
+    ti.set_logging_level(ti.CRITICAL)
+    try:
+        yield
+    finally:
+        ti.set_logging_level(ti.ERROR)
+
+
+def _smaller() -> str:
+    other = "" if _caps is None or _caps.arch == "cpu" else ", or use arch='cpu'"
+    return f"ask for a smaller context or take a smaller model{other}"
+
+
+def _reason(e: RuntimeError) -> str:
+    return str(e).strip().splitlines()[-1].rpartition("] ")[2]  # without Taichi's file and line
+
+
+def _reaches_end(f) -> bool:
+    """Does a kernel reach the last element of a zeroed field that is larger than the device promises?"""
+    first, last = (0,) * len(f.shape), tuple(size - 1 for size in f.shape)
+    f[last] = 1
+    reached = f[last] == 1 and f[first] == 0
+    f[last] = 0
+    return reached
+
+
 def _has(arch: str) -> bool:
     core = ti._lib.core
     return arch == "cpu" or {"metal": core.with_metal, "cuda": core.with_cuda, "vulkan": core.with_vulkan}[arch]()
 
 
-def _unavailable(arch: str) -> None:
+def _unavailable(arch: str, instead: str = "") -> None:
     hint = {
         "metal": "Metal needs macOS on a Mac with a GPU",
         "cuda": "CUDA needs an NVIDIA GPU and its driver",
         "vulkan": "Vulkan needs a loader (libvulkan) and a driver; VK_DRIVER_FILES names one",
         "cpu": "Taichi's CPU backend did not start",
     }[arch]
-    raise BackendError(f"arch {arch!r} is not available on this machine: {hint}; pass arch='cpu' to run without a GPU")
+    raise BackendError(
+        f"arch {arch!r} is not available on this machine{instead}: {hint}; pass arch='cpu' to run without a GPU"
+    )
 
 
 def _probe(arch: str, debug: bool) -> Caps:
     if arch == "cpu":
-        return Caps(arch, "none", 1, "bytes", debug)
+        return Caps(arch, "none", 1, "bytes", debug, ti.lang.impl.current_cfg().cpu_max_num_threads)
     if arch == "cuda":
         return Caps(arch, "warp", 32, "words", debug)
-    return Caps(arch, "subgroup", _subgroup_width(), "words", debug)
+    device = vulkan_device.chosen(vulkan_device.devices()) if arch == "vulkan" else None
+    return Caps(arch, "subgroup", _subgroup_width(), "words", debug, max_buffer=device.max_buffer if device else None)
 
 
 def _subgroup_width() -> int:

@@ -74,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, gf: Any) -> Tokenizer:
-        """Build the tokenizer of an open :class:`tmla.gguf_file.GGUFFile`; GGUFError if it has none that is sound."""
+        """Build the tokenizer of `gf`, an open :class:`tmla.gguf_file.GGUFFile`; GGUFError if none in it is sound."""
         return cls(read_vocabulary(gf))
 
     def _build_bpe(self, special: list[bool]) -> Any:
@@ -117,7 +117,7 @@ class Tokenizer:
         return bos + self._encode_parts(self._parts(without_surrogates(text), special))
 
     def encode_marked(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat: BOS exactly once if the file wants it.
+        """Return the ids of `text`, a rendered chat: BOS exactly once if the file wants it.
 
         Control tokens are read as such, but not in what :meth:`mark` has marked, which stays text.
         """
@@ -132,7 +132,7 @@ class Tokenizer:
         return ids if not self.add_bos or ids[:1] == [self.bos_id] else [self.bos_id, *ids]  # type: ignore[list-item]
 
     def mark(self, text: str) -> str:
-        """Mark the control tokens in a user's text, so that :meth:`encode_marked` takes them as text."""
+        """Mark the control tokens in a user's `text`, so that :meth:`encode_marked` takes them as text."""
         text = unmark(text)
         for token, _, is_special in self._whole:
             if is_special and token in text:
@@ -143,7 +143,10 @@ class Tokenizer:
         return text
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a whole prompt: BOS exactly once if the file wants it, even if `text` brings its own."""
+        """Return the ids of a whole prompt: BOS exactly once if the file wants it, even if `text` brings its own.
+
+        `special` as for :meth:`encode`.
+        """
         ids = self.encode(text, add_bos=False, special=special)
         return ids if not self.add_bos or ids[:1] == [self.bos_id] else [self.bos_id, *ids]  # type: ignore[list-item]
 

@@ -5,6 +5,8 @@ compile. On a GPU small kernels copy slabs: a software Vulkan device takes 65,53
 """
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +18,7 @@ from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.words import WORD
 
 SLAB_BLOCKS = 1 << 19  # Q8_0 blocks per copy: 17 MB
+HUGE_PAGE = 2 << 20
 _NUMPY = {ti.u8: np.uint8, ti.f16: np.float16, ti.f32: np.float32, ti.i32: np.int32}
 
 
@@ -25,11 +28,13 @@ class Writer:
     Parameters
     ----------
     fields : sequence of ti.Field
-        Every field that will be written.
+        Every field that will be written, still zero.
     """
 
     def __init__(self, fields: Sequence):
-        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, _host_views(fields))}
+        self._views = {} if runtime.caps().gpu else {id(f): v for f, v in zip(fields, host_views(fields))}
+        for view in self._views.values():
+            _ask_for_huge_pages(view)
 
     def put_q8(self, blocks, w_q, w_d, layer: int, row0: int) -> None:
         """Copy Q8_0 rows, u8 [rows, I/32, 34] or what gives such slices, to row `row0` and on of a layer."""
@@ -62,7 +67,7 @@ class Writer:
             f.from_numpy(values)
 
 
-def _host_views(fields: Sequence) -> list[np.ndarray]:
+def host_views(fields: Sequence) -> list[np.ndarray]:
     """The memory of CPU fields as arrays. A view must not outlive its field."""
     ends: list = []
     for i in range(0, len(fields), 32):  # Taichi warns of longer unrolled loops
@@ -74,6 +79,24 @@ def _host_views(fields: Sequence) -> list[np.ndarray]:
         memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(first)
         views.append(np.frombuffer(memory, dtype).reshape(f.shape))
     return views
+
+
+def _ask_for_huge_pages(zeros: np.ndarray) -> None:
+    """Let Linux back a field that is all zero by pages of 2 MB: reads then run a third faster (docs/log.md).
+
+    Taichi has touched the small pages already, so they are given back first; pages given back read as zero again. Only
+    whole huge pages inside the field are touched. Where the kernel does not do it, nothing changes.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    start = -(-zeros.ctypes.data // HUGE_PAGE) * HUGE_PAGE
+    n = (zeros.ctypes.data + zeros.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+    if n <= 0:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if madvise(start, n, mmap.MADV_HUGEPAGE) == 0:
+        madvise(start, n, mmap.MADV_DONTNEED)
 
 
 def _ends(fields: Sequence) -> list:

@@ -1,5 +1,7 @@
 """Weights in Taichi fields: the banks that the plan names, and the load into them."""
 
+from typing import Any
+
 import numpy as np
 
 from tmla.config import MIN_WEIGHT_SUM, MLAConfig
@@ -19,8 +21,9 @@ class Bank:
     def __init__(self, plan: BankPlan, pool: FieldPool, cache_pool: FieldPool):
         self.first, self.n, self.roles = plan.first, plan.n, plan.roles
         self.fields = []  # all but the cache
+        layers = f"layers {plan.first} to {plan.first + plan.n - 1}"
         for name, (dtype, shape) in plan.fields.items():
-            f = (cache_pool if name == "cache" else pool).field(dtype, shape)
+            f = (cache_pool if name == "cache" else pool).field(dtype, shape, f"{name} of {layers}")
             setattr(self, name, f)
             self.fields += [f] * (name != "cache")
 
@@ -34,7 +37,7 @@ class AttentionBank(Bank):
         self.row_width = cfg.cache_row_width
         self.split, self.has_q_lora = cfg.kv_b_split, cfg.q_lora_rank > 0
         self.n_nope, self.n_rope, self.n_v = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
-        self.n_latent = cfg.kv_lora_rank
+        self.n_latent, self.n_heads = cfg.kv_lora_rank, cfg.n_heads
         self.half_pairs = cfg.rope_pairs == "half"
         self.eps, self.residual_scale = cfg.rms_eps, cfg.residual_scale
         self.row0 = cfg.q_lora_rank or cfg.n_heads * cfg.qk_head_dim  # where kv_a stands in the projection
@@ -81,13 +84,14 @@ class Globals:
     """Embedding, final norm and head, as the kernels before and behind the layers see them."""
 
     _data_oriented = True
+    zero: Any  # i32 [1], a layer number that is always 0; set by the model
 
     def __init__(self, plan: Plan, cfg: MLAConfig, pool: FieldPool):
         self.roles = global_roles(cfg)
         self.first, self.n = 0, 1
         self.fields = []
         for name, (dtype, shape) in plan.globals.items():
-            setattr(self, name, pool.field(dtype, shape))
+            setattr(self, name, pool.field(dtype, shape, name))
             self.fields.append(getattr(self, name))
         if cfg.tied_head:
             self.head_q, self.head_d = self.embd_q, self.embd_d

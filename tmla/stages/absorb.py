@@ -16,8 +16,9 @@ import taichi as ti
 from tmla import runtime
 from tmla.stages.cache_row import cache_row, cache_row_block
 from tmla.stages.lanes import cdiv, log2, width
-from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value
+from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value, row_dot_q8
 from tmla.stages.rope import rope_query, turned
+from tmla.stages.threads import SPREAD, share, slots
 from tmla.stages.words import WORD, dot_word
 
 BLOCK = 256
@@ -33,16 +34,19 @@ def absorb_unsplit_loop(
     qa: ti.template(),
 ):
     n_block = ti.static(w.k_d.shape[2])
-    for hb in range(qa.shape[1] * n_block):
-        h, b = hb // n_block, hb % n_block
-        acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
-        for n in range(w.n_nope):
-            row = h * (w.n_nope + w.n_v) + n
-            s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[(layer[0] - w.first), row, b], ti.f32)
-            for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
-                acc[j] += s * q8_value(w.k_q, (layer[0] - w.first), row, b * Q8_BLOCK + j)
-        for j in range(Q8_BLOCK):
-            qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, qa.shape[1] * n_block)
+            for hb in range(span[0], span[1]):
+                h, b = hb // n_block, hb % n_block
+                acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
+                for n in range(w.n_nope):
+                    row = h * (w.n_nope + w.n_v) + n
+                    s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[layer[0] - w.first, row, b], ti.f32)
+                    for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
+                        acc[j] += s * q8_value(w.k_q, layer[0] - w.first, row, b * Q8_BLOCK + j)
+                for j in range(Q8_BLOCK):
+                    qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
 
 
 @ti.func
@@ -54,16 +58,14 @@ def absorb_split_loop(
     pos: ti.template(),
     qa: ti.template(),
 ):
-    for hc in range(qa.shape[1] * w.n_latent):
-        h, c = hc // w.n_latent, hc % w.n_latent
-        acc = 0.0
-        for b in range(w.k_d.shape[2]):
-            part = 0.0
-            for j in range(Q8_BLOCK):
-                i = b * Q8_BLOCK + j
-                part += q8_value(w.k_q, (layer[0] - w.first), hc, i) * q[0, h * (w.n_nope + w.n_rope) + i]
-            acc += ti.cast(w.k_d[(layer[0] - w.first), hc, b], ti.f32) * part
-        qa[0, h, c] = acc * scale[pos[0]]
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, qa.shape[1] * w.n_latent)
+            for hc in range(span[0], span[1]):
+                h = hc // w.n_latent
+                at = h * (w.n_nope + w.n_rope)
+                dot = row_dot_q8(w.k_q, w.k_d, layer[0] - w.first, hc, q, 0, at, w.k_d.shape[2])
+                qa[0, h, hc - h * w.n_latent] = dot * scale[pos[0]]
 
 
 @ti.func
@@ -150,7 +152,7 @@ def _query_pe_block(tid, w: ti.template(), q: ti.template(), table: ti.template(
         if e < n_heads * n_pair:
             h = e // n_pair
             p = e - h * n_pair
-            t = turned(q, h * (w.n_nope + w.n_rope) + w.n_nope, p, table, pos, w.half_pairs) * scale
+            t = turned(q, 0, h * (w.n_nope + w.n_rope) + w.n_nope, p, table, pos, w.half_pairs) * scale
             i, j = w.n_latent + 2 * p, w.n_latent + 2 * p + 1
             if ti.static(w.half_pairs):
                 i, j = w.n_latent + p, w.n_latent + p + n_pair
@@ -196,7 +198,20 @@ def query_simt(
             _query_pe_block(tid, w, q, table, pos[0], scale[pos[0]], qa)
         else:
             cache_row_block(
-                tid, part, proj, w.row0, w.kv_a_norm, lay, w.eps, table, w.half_pairs, w.cache, pos, w.cache_f32, BLOCK
+                tid,
+                part,
+                proj,
+                0,
+                w.row0,
+                w.kv_a_norm,
+                lay,
+                w.eps,
+                table,
+                w.half_pairs,
+                w.cache,
+                pos[0],
+                w.cache_f32,
+                BLOCK,
             )
             if tid == 0:
                 next_layer[0] = layer[0]

@@ -9,6 +9,8 @@ and each tile serves every head, so that a cached row is fetched once. This file
 import numpy as np
 import taichi as ti
 
+from tmla.stages.threads import SPREAD
+
 TILE = 32  # cached rows per rescale
 HEADS = 4  # heads that share one pass over a tile's rows (accumulators stay in registers)
 ROWS = 2  # rows per pass of the score product
@@ -25,7 +27,7 @@ def split_span(n_rows, n_splits: ti.template(), tile: ti.template()):
 
 
 @ti.func
-def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), width, s, scores: ti.template()):
+def _tile_scores(w: ti.template(), layer: ti.template(), t0, t1, qa: ti.template(), s, scores: ti.template()):
     """scores[s, h, t - t0] = qa[0, h] . cache[layer, t] for the tile's rows and all heads."""
     n_heads = ti.static(qa.shape[1])
     for hg in range((n_heads + HEADS - 1) // HEADS):
@@ -37,8 +39,9 @@ def _tile_scores(cache: ti.template(), layer, t0, t1, qa: ti.template(), width, 
             h1, h2, h3 = ti.min(h0 + 1, n_heads - 1), ti.min(h0 + 2, n_heads - 1), ti.min(h0 + 3, n_heads - 1)
             a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
             b0, b1, b2, b3 = 0.0, 0.0, 0.0, 0.0
-            for c in range(width):
-                ka, kb = ti.cast(cache[layer, ta, c], ti.f32), ti.cast(cache[layer, tb, c], ti.f32)
+            for c in range(w.row_width):
+                ka = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
+                kb = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
                 q0, q1, q2, q3 = qa[0, h0, c], qa[0, h1, c], qa[0, h2, c], qa[0, h3, c]
                 a0 += ka * q0
                 a1 += ka * q1
@@ -71,13 +74,15 @@ def _tile_softmax(s, n, first, a: ti.template()):
             p = ti.exp(a.scores[s, h, t] - m)
             a.scores[s, h, t] = p
             new += p
+        for t in range(n, ti.min((n + 3) // 4 * 4, TILE)):
+            a.scores[s, h, t] = 0.0  # the value product takes four rows at a time
         a.top[h, s] = m
         a.total[h, s] = total * rescale + new
         a.rescale[s, h] = rescale
 
 
 @ti.func
-def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()):
+def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti.template()):
     """a.part[s, h] = a.part[s, h] * rescale + sum over the tile of weight * latent."""
     n_heads, n_latent = ti.static(a.part.shape[1], a.part.shape[2])
     for hg in range((n_heads + 1) // 2):
@@ -85,35 +90,55 @@ def _tile_values(cache: ti.template(), layer, t0, t1, s, first, a: ti.template()
         h1 = ti.min(h0 + 1, n_heads - 1)
         for b in range(n_latent // CHUNK):
             acc0, acc1 = ti.Vector.zero(ti.f32, CHUNK), ti.Vector.zero(ti.f32, CHUNK)
-            for t in range(t0, t1):
-                p0, p1 = a.scores[s, h0, t - t0], a.scores[s, h1, t - t0]
+            for tg in range((t1 - t0 + 3) // 4):
+                # rows past the end repeat the last one with weight 0
+                k, last = tg * 4, t1 - t0 - 1
+                p0, p1, p2, p3 = (
+                    a.scores[s, h0, k],
+                    a.scores[s, h0, k + 1],
+                    a.scores[s, h0, k + 2],
+                    a.scores[s, h0, k + 3],
+                )
+                r0, r1, r2, r3 = (
+                    a.scores[s, h1, k],
+                    a.scores[s, h1, k + 1],
+                    a.scores[s, h1, k + 2],
+                    a.scores[s, h1, k + 3],
+                )
+                ta, tb, tc, td = t0 + k, t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
                 for j in range(CHUNK):
-                    v = ti.cast(cache[layer, t, b * CHUNK + j], ti.f32)
-                    acc0[j] += p0 * v
-                    acc1[j] += p1 * v
-            r0, r1 = a.rescale[s, h0], a.rescale[s, h1]
+                    c = b * CHUNK + j
+                    v0 = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
+                    v1 = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
+                    v2 = ti.cast(w.cache[layer[0] - w.first, tc, c], ti.f32)
+                    v3 = ti.cast(w.cache[layer[0] - w.first, td, c], ti.f32)
+                    acc0[j] += p0 * v0 + p1 * v1 + p2 * v2 + p3 * v3
+                    acc1[j] += r0 * v0 + r1 * v1 + r2 * v2 + r3 * v3
+            f0, f1 = a.rescale[s, h0], a.rescale[s, h1]
             for j in range(CHUNK):
                 c = b * CHUNK + j
                 old0, old1 = 0.0, 0.0
                 if not first:  # what an earlier token left here may be NaN
                     old0, old1 = a.part[s, h0, c], a.part[s, h1, c]
-                a.part[s, h0, c] = old0 * r0 + acc0[j]
-                a.part[s, h1, c] = old1 * r1 + acc1[j]
+                a.part[s, h0, c] = old0 * f0 + acc0[j]
+                a.part[s, h1, c] = old1 * f1 + acc1[j]
 
 
 @ti.func
 def attention_loop(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
-    for s in range(a.part.shape[0]):
-        n_rows, lay = pos[0] + 1, layer[0] - w.first
-        span = split_span(n_rows, a.part.shape[0], TILE)
-        first = s * span[0]
-        n_tiles = (n_rows + TILE - 1) // TILE
-        for tile in range(first, ti.min(first + span[0], n_tiles)):
-            t0 = tile * TILE
-            t1 = ti.min(t0 + TILE, n_rows)
-            _tile_scores(w.cache, lay, t0, t1, qa, w.row_width, s, a.scores)
-            _tile_softmax(s, t1 - t0, tile == first, a)
-            _tile_values(w.cache, lay, t0, t1, s, tile == first, a)
+    for i in range(a.part.shape[0] * SPREAD):
+        if i % SPREAD == 0:
+            s = i // SPREAD
+            n_rows = pos[0] + 1
+            span = split_span(n_rows, a.part.shape[0], TILE)
+            first = s * span[0]
+            n_tiles = (n_rows + TILE - 1) // TILE
+            for tile in range(first, ti.min(first + span[0], n_tiles)):
+                t0 = tile * TILE
+                t1 = ti.min(t0 + TILE, n_rows)
+                _tile_scores(w, layer, t0, t1, qa, s, a.scores)
+                _tile_softmax(s, t1 - t0, tile == first, a)
+                _tile_values(w, layer, t0, t1, s, tile == first, a)
 
 
 @ti.kernel

@@ -18,6 +18,36 @@ BLOCK = 256
 
 
 @ti.func
+def write_row(
+    proj: ti.template(),
+    row,
+    row0: ti.template(),
+    w: ti.template(),
+    lay,
+    eps,
+    table: ti.template(),
+    half: ti.template(),
+    cache: ti.template(),
+    pos,
+):
+    """One thread: the cache row of position `pos` from row `row` of the projections."""
+    n, n_pair = ti.static(w.shape[1], table.shape[1])
+    ss = 0.0
+    for c in range(n):
+        ss += proj[row, row0 + c] * proj[row, row0 + c]
+    inv = 1.0 / ti.sqrt(ss / n + eps)
+    for c in range(n):
+        cache[lay, pos, c] = ti.cast(proj[row, row0 + c] * inv * w[lay, c], cache.dtype)
+    for p in range(n_pair):
+        t = turned(proj, row, row0 + n, p, table, pos, half)
+        i, j = n + 2 * p, n + 2 * p + 1
+        if ti.static(half):
+            i, j = n + p, n + p + n_pair
+        cache[lay, pos, i] = ti.cast(t[0], cache.dtype)
+        cache[lay, pos, j] = ti.cast(t[1], cache.dtype)
+
+
+@ti.func
 def cache_row_loop(
     proj: ti.template(),
     row0: ti.template(),
@@ -30,32 +60,20 @@ def cache_row_loop(
     cache: ti.template(),
     pos: ti.template(),
 ):
-    n, n_pair = ti.static(w.shape[1], table.shape[1])
     ti.loop_config(serialize=True)
     for _ in range(1):
-        lay = layer[0] - first
-        ss = 0.0
-        for c in range(n):
-            ss += proj[0, row0 + c] * proj[0, row0 + c]
-        inv = 1.0 / ti.sqrt(ss / n + eps)
-        for c in range(n):
-            cache[lay, pos[0], c] = ti.cast(proj[0, row0 + c] * inv * w[lay, c], cache.dtype)
-        for p in range(n_pair):
-            t = turned(proj, row0 + n, p, table, pos[0], half)
-            i, j = n + 2 * p, n + 2 * p + 1
-            if ti.static(half):
-                i, j = n + p, n + p + n_pair
-            cache[lay, pos[0], i] = ti.cast(t[0], cache.dtype)
-            cache[lay, pos[0], j] = ti.cast(t[1], cache.dtype)
+        write_row(proj, 0, row0, w, layer[0] - first, eps, table, half, cache, pos[0])
 
 
 @ti.func
-def row_value(proj: ti.template(), i, c, inv, w: ti.template(), lay, table: ti.template(), pos, half: ti.template()):
-    """Value c of the finished row, 0 behind its end; the projection starts at ``proj[0, i]``."""
+def row_value(
+    proj: ti.template(), row, i, c, inv, w: ti.template(), lay, table: ti.template(), pos, half: ti.template()
+):
+    """Value c of the finished row, 0 behind its end; the projection starts at ``proj[row, i]``."""
     n, n_pair = ti.static(w.shape[1], table.shape[1])
     v = 0.0
     if c < n:
-        v = proj[0, i + c] * inv * w[lay, c]
+        v = proj[row, i + c] * inv * w[lay, c]
     elif c < n + 2 * n_pair:
         r = c - n
         p = r >> 1
@@ -63,7 +81,7 @@ def row_value(proj: ti.template(), i, c, inv, w: ti.template(), lay, table: ti.t
         if ti.static(half):
             second = r >= n_pair
             p = r - n_pair if second else r
-        t = turned(proj, i + n, p, table, pos, half)
+        t = turned(proj, row, i + n, p, table, pos, half)
         v = t[1] if second else t[0]
     return v
 
@@ -73,6 +91,7 @@ def cache_row_block(
     tid,
     part: ti.template(),
     proj: ti.template(),
+    row,
     row0: ti.template(),
     w: ti.template(),
     lay,
@@ -80,7 +99,7 @@ def cache_row_block(
     table: ti.template(),
     half: ti.template(),
     cache: ti.template(),
-    pos: ti.template(),
+    pos,
     f32: ti.template(),
     block: ti.template(),
 ):
@@ -90,20 +109,20 @@ def cache_row_block(
     for k in range(ti.static(cdiv(n, block))):
         c = k * block + tid
         if c < n:
-            sq += proj[0, row0 + c] * proj[0, row0 + c]
+            sq += proj[row, row0 + c] * proj[row, row0 + c]
     inv = rms_factor(sq, part, 0, tid, n, eps, block)
     for k in range(ti.static(cdiv(cache.shape[2], block))):
         word = k * block + tid
         if word < cache.shape[2]:
             if ti.static(f32):
-                a = row_value(proj, row0, 2 * word, inv, w, lay, table, pos[0], half)
-                b = row_value(proj, row0, 2 * word + 1, inv, w, lay, table, pos[0], half)
-                cache[lay, pos[0], word] = pair(a, b)
+                a = row_value(proj, row, row0, 2 * word, inv, w, lay, table, pos, half)
+                b = row_value(proj, row, row0, 2 * word + 1, inv, w, lay, table, pos, half)
+                cache[lay, pos, word] = pair(a, b)
             else:
                 v = ti.Vector([0.0 for _ in ti.static(range(4))])
                 for j in ti.static(range(4)):
-                    v[j] = row_value(proj, row0, 4 * word + j, inv, w, lay, table, pos[0], half)
-                cache[lay, pos[0], word] = halves(v)
+                    v[j] = row_value(proj, row, row0, 4 * word + j, inv, w, lay, table, pos, half)
+                cache[lay, pos, word] = halves(v)
 
 
 @ti.kernel
@@ -139,7 +158,7 @@ def _cache_row_simt(
     ti.loop_config(block_dim=BLOCK)
     for i in range(BLOCK):
         part = ti.simt.block.SharedArray(ti.static(BLOCK // width()), ti.f32)
-        cache_row_block(i, part, proj, row0, w, layer[0] - first, eps, table, half, cache, pos, f32, BLOCK)
+        cache_row_block(i, part, proj, 0, row0, w, layer[0] - first, eps, table, half, cache, pos[0], f32, BLOCK)
 
 
 def cache_row(proj, row0, w, layer, eps, table, half, cache, pos, *, f32, first=0):

@@ -10,6 +10,7 @@ import numpy as np
 import taichi as ti
 
 from tmla.stages.linear import dequantise_ref, row_dot_q8
+from tmla.stages.threads import SPREAD, share, slots
 
 
 @ti.func
@@ -43,42 +44,44 @@ def activation(
 def ffn_up_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template(), hidden: ti.template()):
     """hidden[0, i] for all K * Fe + Fs activations."""
     n_routed = ti.static(w.n_used * w.expert_ffn_dim)
-    # Two plain loops: with both parts behind a branch of one, or an expert found by dividing the index, LLVM does not
-    # vectorise the sums (2.3 and 5 times slower: docs/log.md).
-    if ti.static(n_routed > 0):
-        for i in range(w.expert_ffn_dim):
-            for k in range(w.n_used):
-                row = r.expert[0, k] * w.expert_ffn_dim + i
-                a = activation(w, w.gate_exps_q, w.gate_exps_d, w.up_exps_q, w.up_exps_d, layer[0] - w.first, row, x)
-                hidden[0, k * w.expert_ffn_dim + i] = r.weight[0, k] * a
-    if ti.static(w.common_ffn_dim > 0):
-        for i in range(w.common_ffn_dim):
-            hidden[0, n_routed + i] = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, i, x)
+    # `layer[0] - w.first` stands inside the innermost loop: from a local variable outside it, LLVM makes code that is half
+    # as fast (docs/log.md).
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            if ti.static(n_routed > 0):
+                span = share(i, w.expert_ffn_dim)
+                for k in range(w.n_used):
+                    for f in range(span[0], span[1]):
+                        row = r.expert[0, k] * w.expert_ffn_dim + f
+                        a = activation(
+                            w, w.gate_exps_q, w.gate_exps_d, w.up_exps_q, w.up_exps_d, layer[0] - w.first, row, x
+                        )
+                        hidden[0, k * w.expert_ffn_dim + f] = r.weight[0, k] * a
+            if ti.static(w.common_ffn_dim > 0):
+                rows = share(i, w.common_ffn_dim)
+                for f in range(rows[0], rows[1]):
+                    a = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, f, x)
+                    hidden[0, n_routed + f] = a
 
 
 @ti.func
 def ffn_down_loop(w: ti.template(), layer: ti.template(), r: ti.template(), hidden: ti.template(), x: ti.template()):
     """x[0, o] += residual_scale * (all down projections)."""
     n_out = ti.static(x.shape[1])
-    for o in range(n_out):
-        acc = 0.0
-        if ti.static(w.n_used > 0):
-            for k in range(w.n_used):
-                row = r.expert[0, k] * n_out + o
-                acc += row_dot_q8(
-                    w.down_exps_q,
-                    w.down_exps_d,
-                    layer[0] - w.first,
-                    row,
-                    hidden,
-                    0,
-                    k * w.expert_ffn_dim,
-                    w.down_exps_d.shape[2],
-                )
-        if ti.static(w.common_ffn_dim > 0):
-            first = ti.static(w.n_used * w.expert_ffn_dim)
-            acc += row_dot_q8(w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, first, w.down_d.shape[2])
-        x[0, o] = x[0, o] + w.residual_scale * acc
+    first = ti.static(w.n_used * w.expert_ffn_dim)
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, n_out)
+            for o in range(span[0], span[1]):
+                acc = 0.0
+                if ti.static(w.n_used > 0):
+                    n_block = ti.static(w.down_exps_d.shape[2])
+                    for k in range(w.n_used):
+                        row, at = r.expert[0, k] * n_out + o, k * w.expert_ffn_dim
+                        acc += row_dot_q8(w.down_exps_q, w.down_exps_d, layer[0] - w.first, row, hidden, 0, at, n_block)
+                if ti.static(w.common_ffn_dim > 0):
+                    acc += row_dot_q8(w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, first, w.down_d.shape[2])
+                x[0, o] = x[0, o] + w.residual_scale * acc
 
 
 @ti.kernel

@@ -9,10 +9,12 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.lanes import cdiv, log2, pow2, width
+from tmla.stages.threads import SPREAD, share, slots
 from tmla.stages.words import Tiling, rms_factor, row_parts, rows_dot
 
 TALL = 32768  # rows from which a matrix fills any device with one warp for four rows
 Q8_BLOCK = 32  # values that share one f16 scale (ggml block_q8_0)
+LANES = 16  # sums side by side in a CPU's dot product
 
 
 @ti.func
@@ -27,16 +29,34 @@ def q8_value(w_q: ti.template(), layer, o, i):
 
 
 @ti.func
-def row_dot_q8(w_q: ti.template(), w_d: ti.template(), layer, o, x: ti.template(), x_row, x0, n_block):
-    """Dot product of the first `n_block` blocks of row `o` with ``x[x_row, x0:]``."""
-    acc = 0.0
-    for b in range(n_block):
-        part = 0.0
-        for j in range(Q8_BLOCK):  # a plain loop: LLVM vectorises it, an unrolled one it does not
-            i = b * Q8_BLOCK + j
-            part += q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
-        acc += ti.cast(w_d[layer, o, b], ti.f32) * part
-    return acc
+def row_dot_q8(w_q: ti.template(), w_d: ti.template(), layer, o, x: ti.template(), x_row, x0, n_block: ti.template()):
+    """Dot product of the first `n_block` blocks of row `o` with ``x[x_row, x0:]``.
+
+    Sixteen sums side by side that go through the whole row, two blocks at a time: LLVM keeps them in two registers and
+    adds them up once, at the end (27 % faster than one sum a block: docs/log.md).
+    """
+    acc = ti.Vector.zero(ti.f32, LANES)
+    for b in range(n_block // 2):
+        d, e = ti.cast(w_d[layer, o, 2 * b], ti.f32), ti.cast(w_d[layer, o, 2 * b + 1], ti.f32)
+        for j in range(LANES):  # a plain loop: LLVM vectorises it, an unrolled one it does not
+            i = 2 * b * Q8_BLOCK + j
+            first = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
+            first += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            i += Q8_BLOCK
+            second = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
+            second += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            acc[j] += d * first + e * second
+    if ti.static(n_block % 2 == 1):
+        d = ti.cast(w_d[layer, o, n_block - 1], ti.f32)
+        for j in range(LANES):
+            i = (n_block - 1) * Q8_BLOCK + j
+            last = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
+            last += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            acc[j] += d * last
+    total = 0.0
+    for j in range(LANES):
+        total += acc[j]
+    return total
 
 
 @ti.func
@@ -52,11 +72,14 @@ def matvec_loop(
     y: ti.template(),
 ):
     """y = scale * W[layer - first] @ x[x0:], or y += that; x is normalised already."""
-    for o in range(w_d.shape[1]):
-        v = scale * row_dot_q8(w_q, w_d, layer[0] - first, o, x, 0, x0, w_d.shape[2])
-        if ti.static(add):
-            v += y[0, o]
-        y[0, o] = v
+    for i in range(ti.static(slots() * SPREAD)):
+        if i % SPREAD == 0:
+            span = share(i, w_d.shape[1])
+            for o in range(span[0], span[1]):
+                v = scale * row_dot_q8(w_q, w_d, layer[0] - first, o, x, 0, x0, w_d.shape[2])
+                if ti.static(add):
+                    v += y[0, o]
+                y[0, o] = v
 
 
 @ti.func

@@ -10,13 +10,13 @@ import taichi as ti
 
 
 @ti.func
-def turned(src: ti.template(), i, p, table: ti.template(), pos, half: ti.template()):
-    """Pair p of the window at ``src[0, i]``, turned."""
+def turned(src: ti.template(), row, i, p, table: ti.template(), pos, half: ti.template()):
+    """Pair p of the window at ``src[row, i]``, turned."""
     n_pair = ti.static(table.shape[1])
     a, b = i + 2 * p, i + 2 * p + 1
     if ti.static(half):
         a, b = i + p, i + p + n_pair
-    u, v = src[0, a], src[0, b]
+    u, v = src[row, a], src[row, b]
     cos, sin = table[pos, p, 0], table[pos, p, 1]
     return ti.Vector([u * cos - v * sin, u * sin + v * cos])
 
@@ -37,7 +37,7 @@ def rope_query_loop(
     for h in range(qa.shape[1]):
         at = h * (n_nope + 2 * n_pair) + n_nope
         for p in range(n_pair):
-            t = turned(q, at, p, table, pos[0], half) * scale[pos[0]]
+            t = turned(q, 0, at, p, table, pos[0], half) * scale[pos[0]]
             i, j = n_latent + 2 * p, n_latent + 2 * p + 1
             if ti.static(half):
                 i, j = n_latent + p, n_latent + p + n_pair

@@ -100,32 +100,37 @@ def _drop_groups(r: ti.template(), n_groups: ti.template(), n_groups_used: ti.te
 
 
 @ti.func
-def router_choose_loop(w: ti.template(), layer: ti.template(), r: ti.template()):
+def choose(w: ti.template(), lay, r: ti.template()):
     """From r.logit to r.expert and r.weight, on one thread."""
+    _scores(r, w.routing.sigmoid)
+    for e in range(r.logit.shape[1]):
+        r.select[e] = r.score[0, e]
+        if ti.static(w.routing.has_bias):
+            r.select[e] = r.score[0, e] + w.router_bias[lay, e]
+    if ti.static(w.routing.n_groups > 1):
+        _drop_groups(r, w.routing.n_groups, w.routing.n_groups_used)
+    total = 0.0
+    for k in range(w.routing.n_used):
+        pick, value = 0, TAKEN
+        for e in range(r.logit.shape[1]):  # the first of equals wins, as in a stable sort
+            if r.select[e] > value:
+                pick, value = e, r.select[e]
+        r.select[pick] = TAKEN
+        r.expert[0, k] = pick
+        r.weight[0, k] = r.score[0, pick]
+        total += r.score[0, pick]
+    factor = ti.cast(ti.static(w.routing.scale), ti.f32)
+    if ti.static(w.routing.normalise):
+        factor = factor / ti.max(total, ti.static(w.routing.min_sum))
+    for k in range(w.routing.n_used):
+        r.weight[0, k] = r.weight[0, k] * factor
+
+
+@ti.func
+def router_choose_loop(w: ti.template(), layer: ti.template(), r: ti.template()):
     ti.loop_config(serialize=True)
     for _ in range(1):
-        _scores(r, w.routing.sigmoid)
-        for e in range(r.logit.shape[1]):
-            r.select[e] = r.score[0, e]
-            if ti.static(w.routing.has_bias):
-                r.select[e] = r.score[0, e] + w.router_bias[layer[0] - w.first, e]
-        if ti.static(w.routing.n_groups > 1):
-            _drop_groups(r, w.routing.n_groups, w.routing.n_groups_used)
-        total = 0.0
-        for k in range(w.routing.n_used):
-            pick, value = 0, TAKEN
-            for e in range(r.logit.shape[1]):  # the first of equals wins, as in a stable sort
-                if r.select[e] > value:
-                    pick, value = e, r.select[e]
-            r.select[pick] = TAKEN
-            r.expert[0, k] = pick
-            r.weight[0, k] = r.score[0, pick]
-            total += r.score[0, pick]
-        factor = ti.cast(ti.static(w.routing.scale), ti.f32)
-        if ti.static(w.routing.normalise):
-            factor = factor / ti.max(total, ti.static(w.routing.min_sum))
-        for k in range(w.routing.n_used):
-            r.weight[0, k] = r.weight[0, k] * factor
+        choose(w, layer[0] - w.first, r)
 
 
 @ti.func
