@@ -33,7 +33,8 @@ def roofline(path, profiles, read_gb_s: float, gop_s: float, env) -> None:
         axes.annotate(f"read ceiling {read_gb_s:.1f} GB/s", (0.12, 0.14 * read_gb_s), color=GREY, fontsize=8)
     if gop_s:
         axes.annotate(f"f32 matrix product {gop_s:.0f} Gop/s", (100, gop_s * 1.06), ha="right", color=GREY, fontsize=8)
-    for stage, p in dots:
+    below: dict[float, float] = {}  # where the last label stands, by intensity
+    for stage, p in sorted(dots, key=lambda dot: dot[0].gop_s):
         is_attention = stage.name.startswith("attention")
         axes.plot(stage.n_ops / stage.n_bytes, stage.gop_s, "o", ms=5, color=ORANGE if is_attention else BLUE)
         if p is profiles[-1] or is_attention:
