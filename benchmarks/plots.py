@@ -39,9 +39,10 @@ def roofline(path, profiles, read_gb_s: float, gop_s: float, env) -> None:
         axes.plot(stage.n_ops / stage.n_bytes, stage.gop_s, "o", ms=5, color=ORANGE if is_attention else BLUE)
         if p is profiles[-1] or is_attention:
             text = f"{stage.name} @ {p.n_rows:,}" if is_attention else stage.name
-            axes.annotate(
-                text, (stage.n_ops / stage.n_bytes, stage.gop_s), (6, -2), textcoords="offset points", fontsize=7
-            )
+            intensity = stage.n_ops / stage.n_bytes
+            y = max(stage.gop_s, 1.1 * below.get(round(intensity, 1), 0.0))  # labels do not cover each other
+            below[round(intensity, 1)] = y
+            axes.text(1.06 * intensity, y, text, va="center", fontsize=7)
     axes.set(xscale="log", yscale="log", xlim=(0.1, 110), xlabel="operations a byte", ylabel="1e9 operations a second")
     axes.set_title(f"Stages of a decoded token: {env.gpu or env.cpu}, {env.arch}, {env.date[:10]}", fontsize=9)
     _save(figure, axes, path)
