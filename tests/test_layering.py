@@ -49,10 +49,11 @@ TABLE = {
     "vocabulary": "errors gguf_kind pretokenizers",
     "spm": "vocabulary",
     "tokenizer": "errors text pretokenizers vocabulary spm",
-    "limits": "errors config memory runtime stages.* plan chunk_state state",
     "chunk_state": "config runtime stages.*",
+    "limits": "errors config memory runtime stages.* plan chunk_state state",
     "prefill": "chunk_state runtime stages.*",
-    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer saved_state",
+    "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer"
+    " saved_state",
     "loading": f"{_FILE} config requantize runtime limits model tokenizer",
     "atomic": "",
     "state_file": "errors gguf_kind atomic",
@@ -88,16 +89,17 @@ TABLE = {
     "cli_completion": "errors cli_terminal",
     "cli_check": "errors check cli_terminal",
     "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
-    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info cli_terminal"
-    " cli_prompt_cache",
+    "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info"
+    " cli_terminal cli_prompt_cache",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
     "cli_conversation": "state_file",
     "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info state_file cli_terminal cli_run"
     " cli_template cli_conversation",
     "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
     "cli_compare": "compare logits_file cli_terminal cli_run",
-    "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check cli_chat"
-    " cli_template cli_completion cli_perplexity cli_compare doctor cli_doctor .",  # the dot: the package itself, for its version
+    "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check"
+    " cli_chat cli_template cli_completion cli_perplexity cli_compare doctor cli_doctor"
+    " .",  # the package itself, for its version
     "__main__": "cli",
 }
 

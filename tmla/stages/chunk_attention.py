@@ -126,7 +126,7 @@ def attend_rows(w, lay, qa, pos0, n, scratch, mix):
     Parameters
     ----------
     w : AttentionBank
-        ``cache``, ``row_width`` (C + R), ``n_latent`` (C), ``n_heads`` (H). Rows up to ``pos0 + n`` are written already.
+        ``cache``, ``row_width`` (C + R), ``n_latent`` (C), ``n_heads`` (H). Rows up to ``pos0 + n`` are written.
     lay : int
     qa : ti.Field, f32 [T, H * width]
         Fused query rows, score scale included.
