@@ -71,7 +71,7 @@ class ChunkAttentionScratch:
         if caps.gpu:
             self.segment = chunk_attention_tiles.segment_rows(n * h)
             self.p = pool.field(ti.f32, (n * h, self.segment))
-            self.rescale = pool.field(ti.f32, (n * h,))
+            self.rescale, self.factor = pool.field(ti.f32, (n * h,)), pool.field(ti.f32, (n * h,))
         else:
             rows = caps.threads * chunk_attention.QUERIES
             self.keys = pool.field(ti.f32, (1, chunk_attention.SEGMENT * cfg.cache_row_width))

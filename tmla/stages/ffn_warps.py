@@ -178,7 +178,7 @@ def ffn_experts(
         tid, blk = i & ti.static(t.block - 1), i >> ti.static(log2(t.block))
         lane, warp = tid & ti.static(wd - 1), tid >> ti.static(log2(wd))
         lay = layer[0] - w.first
-        choose_block(tid, w, lay, r.logit, score, select, group, who, t.block)
+        choose_block(tid, w, lay, r.logit, 0, score, select, group, who, t.block)
         if blk == 0 and tid < w.n_used:
             r.expert[0, tid] = who[tid]
             r.weight[0, tid] = weight_of(w, tid, n_expert, score, who)

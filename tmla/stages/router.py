@@ -139,13 +139,14 @@ def choose_block(
     w: ti.template(),
     lay,
     logit: ti.template(),
+    row,
     score: ti.template(),
     select: ti.template(),
     group: ti.template(),
     who: ti.template(),
     block: ti.template(),
 ):
-    """The whole block finds the K best experts: an expert's place is the number of better ones.
+    """The whole block finds the K best experts by ``logit[row]``: an expert's place is the number of better ones.
 
     score, select [E], group [G] f32 and who [K] i32 are shared arrays; score then holds the scores (by_logit: the
     logits) and who the chosen, best first. Of equal experts the lower number is better. Ends with a barrier.
@@ -156,7 +157,7 @@ def choose_block(
     for k in range(ti.static(cdiv(logit.shape[1], block))):
         e = k * block + tid
         if e < n:
-            v = logit[0, e]
+            v = logit[row, e]
             if ti.static(w.routing.sigmoid):
                 v = 1.0 / (1.0 + ti.exp(-v))
             score[e] = v
@@ -248,7 +249,7 @@ def _router_simt(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti
         select = ti.simt.block.SharedArray(r.logit.shape[1], ti.f32)
         group = ti.simt.block.SharedArray(w.routing.n_groups, ti.f32)
         who = ti.simt.block.SharedArray(w.routing.n_used, ti.i32)
-        choose_block(i, w, layer[0] - w.first, r.logit, score, select, group, who, BLOCK)
+        choose_block(i, w, layer[0] - w.first, r.logit, 0, score, select, group, who, BLOCK)
         if i < w.routing.n_used:
             r.expert[0, i] = who[i]
             r.weight[0, i] = weight_of(w, i, r.logit.shape[1], score, who)
