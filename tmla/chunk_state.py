@@ -89,8 +89,9 @@ class ChunkState:
         self.n_tokens = n = chunk_tokens(cfg, n_ctx, gpu=caps.gpu)
         w = widths(cfg)
         self.tokens = pool.field(ti.i32, (n,))
-        for name in ("x", "xn", "proj", "qa", "mix", "o"):
-            setattr(self, name, pool.field(ti.f32, (n, w[name])))
+        self.x, self.xn, self.proj, self.qa, self.mix, self.o = (
+            pool.field(ti.f32, (n, w[name])) for name in ("x", "xn", "proj", "qa", "mix", "o")
+        )
         self.q_low = pool.field(ti.f32, (n, w["q_low"])) if cfg.q_lora_rank else self.xn
         self.q = pool.field(ti.f32, (n, w["q"])) if cfg.q_lora_rank else self.proj
         self.common = pool.field(ti.f32, (n, max(1, w["common"])))

@@ -15,7 +15,7 @@ from tmla import cli_terminal as terminal
 from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
 from tmla.gguf_file import parse_override
-from tmla.limits import fit_n_ctx
+from tmla.limits import fit_n_ctx, foreseen_caps
 from tmla.loading import demo_path
 from tmla.requantize import open_checked
 
@@ -87,7 +87,7 @@ def _info(args: argparse.Namespace) -> int:
     with gf:
         n_ctx = args.n_ctx
         if n_ctx == "max":
-            n_ctx = fit_n_ctx(gf.name, cfg, n_ctx, args.cache, info.CPU)
+            n_ctx = fit_n_ctx(gf.name, cfg, n_ctx, args.cache, foreseen_caps())
         described = info.describe(gf, cfg, n_ctx, args.cache)
     terminal.write((json.dumps(described, indent=2) if args.json else info.text(described)) + "\n")
     return 0

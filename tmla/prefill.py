@@ -4,6 +4,9 @@ The stages in order, a kernel each; the counterpart of :mod:`tmla.layer` for man
 there, so the compressed rows are all that is read of the past.
 """
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 
 from tmla.chunk_state import LOGIT_ROWS, MIN_TOKENS, ChunkState
@@ -22,7 +25,7 @@ def split(n: int, largest: int) -> list[int]:
     return [*sizes, rest] if rest >= MIN_TOKENS else sizes
 
 
-def attention_rows(w, i: int, c: ChunkState, s, pos0: int, n: int) -> None:
+def attention_rows(w: Any, i: int, c: ChunkState, s: Any, pos0: int, n: int) -> None:
     """MLA block of layer `i` for a chunk: ``x += W_o attention(norm(x))``."""
     lay = i - w.first
     rows.norm_rows(c.x, w.attn_norm, lay, n, w.eps, c.xn)
@@ -36,7 +39,7 @@ def attention_rows(w, i: int, c: ChunkState, s, pos0: int, n: int) -> None:
     matmul.matmul_q8(w.attn_out_q, w.attn_out_d, lay, c.o, n, c.strip, c.x, scale=w.residual_scale, add=True)
 
 
-def network_rows(w, i: int, c: ChunkState, s, n: int) -> None:
+def network_rows(w: Any, i: int, c: ChunkState, s: Any, n: int) -> None:
     """FFN of layer `i` for a chunk: ``x += FFN(norm(x))``."""
     lay = i - w.first
     rows.norm_rows(c.x, w.ffn_norm, lay, n, w.eps, c.xn)
@@ -55,7 +58,7 @@ class Prefill:
     chunk : ChunkState
     """
 
-    def __init__(self, globals_, attention_banks, ffn_banks, state, chunk: ChunkState):
+    def __init__(self, globals_: Any, attention_banks: list[Any], ffn_banks: list[Any], state: Any, chunk: ChunkState):
         self._g, self._s, self.chunk = globals_, state, chunk
         self._attention = [b for b in attention_banks for _ in range(b.n)]
         self._ffn = [b for b in ffn_banks for _ in range(b.n)]
@@ -72,12 +75,12 @@ class Prefill:
             network_rows(f, i, c, self._s, n)
         counter.launches += 1
 
-    def last_logits(self, n: int, head) -> None:
+    def last_logits(self, n: int, head: Callable[[], None]) -> None:
         """Logits behind the last of the chunk's `n` tokens, into the state's; `head` launches the head."""
         rows.copy_rows(self.chunk.x, n - 1, 1, self._s.x)
         head()
 
-    def logits(self, n: int):
+    def logits(self, n: int) -> Iterator[np.ndarray]:
         """Logits behind each of the chunk's `n` tokens, f32 [up to LOGIT_ROWS, n_vocab] at a time."""
         c, g = self.chunk, self._g
         rows.norm_rows(c.x, g.out_norm, 0, n, g.eps, c.xn)

@@ -177,6 +177,11 @@ def caps() -> Caps:
     return _caps
 
 
+def running() -> Caps | None:
+    """As :func:`caps`; None where no backend runs."""
+    return _caps
+
+
 def reset() -> None:
     """Forget the backend and every field: for tests and tools; models loaded before are unusable."""
     global _caps
@@ -244,6 +249,17 @@ class FieldPool:
         for tree in trees:
             tree.destroy()
         self.n_bytes = 0
+
+
+class FieldCounter:
+    """Stands in for a :class:`FieldPool`: adds up bytes and allocates nothing."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def field(self, dtype, shape: tuple[int, ...], name: str = "") -> None:
+        """Count one field."""
+        self.n_bytes += math.prod(shape) * dtype_bytes(dtype)
 
 
 def dtype_bytes(dtype) -> int:

@@ -41,7 +41,9 @@ class Form:
 
 def expanding_pays(w, pos0: int, n: int) -> bool:
     """Does the expanded form need fewer multiplications for `n` tokens behind `pos0` cached rows?"""
-    heads_rows = w.n_latent * (w.n_nope + w.n_v)  # a head's matrices, once a token (absorbed) or a cached row (expanded)
+    heads_rows = w.n_latent * (
+        w.n_nope + w.n_v
+    )  # a head's matrices, once a token (absorbed) or a cached row (expanded)
     seen = n * pos0 + n * (n + 1) // 2
     absorbed = n * heads_rows + seen * (w.row_width + w.n_latent)
     return (pos0 + n) * heads_rows + seen * (w.n_nope + w.n_rope + w.n_v) < absorbed

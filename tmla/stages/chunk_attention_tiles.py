@@ -36,7 +36,9 @@ def segment_rows(n_queries: int, expanded_width: int) -> int:
 
 
 @ti.func
-def _fetch_queries(v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid):
+def _fetch_queries(
+    v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid
+):
     for i in ti.static(range(4)):
         k = k0 + (tid & 7) * 4 + i
         v[i], v[4 + i] = 0.0, 0.0
@@ -64,7 +66,14 @@ def _put_keys(ws: ti.template(), kw: ti.template(), w: ti.template(), tid):
 
 @ti.kernel
 def _score_tiles(
-    w: ti.template(), lay: ti.i32, qa: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, p: ti.template()
+    w: ti.template(),
+    lay: ti.i32,
+    qa: ti.template(),
+    pos0: ti.i32,
+    n: ti.i32,
+    r0: ti.i32,
+    n_rows: ti.i32,
+    p: ti.template(),
 ):
     """p[m, r] = query m . cached row r0 + r."""
     n_heads, qw = ti.static(w.n_heads, qa.shape[1] // w.n_heads)
@@ -234,7 +243,14 @@ def _spread_rows(w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, rows
 
 @ti.kernel
 def _expanded_score_tiles(
-    w: ti.template(), q: ti.template(), keys: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, p: ti.template()
+    w: ti.template(),
+    q: ti.template(),
+    keys: ti.template(),
+    pos0: ti.i32,
+    n: ti.i32,
+    r0: ti.i32,
+    n_rows: ti.i32,
+    p: ti.template(),
 ):
     """p[t H + h, r] = query of token t, head h . key r of the head."""
     n_heads, n_in = ti.static(w.n_heads, w.n_nope + w.n_rope)
@@ -275,7 +291,14 @@ def _expanded_score_tiles(
 
 @ti.kernel
 def _expanded_value_tiles(
-    w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, first: ti.i32, a: ti.template(), o: ti.template()
+    w: ti.template(),
+    pos0: ti.i32,
+    n: ti.i32,
+    r0: ti.i32,
+    n_rows: ti.i32,
+    first: ti.i32,
+    a: ti.template(),
+    o: ti.template(),
 ):
     """o[t, h] = (o[t, h] * rescale + weights . values of the head) * factor."""
     n_heads = ti.static(w.n_heads)

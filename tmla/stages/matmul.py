@@ -1,8 +1,9 @@
 """Matrix times many activation rows, weights in Q8_0: the sum under every projection of a chunk of tokens.
 
-``y[t] = scale * W @ x[t]``. A quant is turned into f32 once for all tokens of the chunk. This file is the CPU's: a strip
-of matrix rows goes to f32 scratch that stays in the second cache, and meets block after block of activation rows, two
-matrix rows and three tokens at once: six sums that LLVM keeps in registers (the best of fifteen forms: docs/log.md).
+``y[t] = scale * W @ x[t]``. A quant is turned into f32 once for all tokens of the chunk. This file is the CPU's:
+a strip of matrix rows goes to f32 scratch that stays in the second cache, and meets block after block of activation
+rows, two matrix rows and three tokens at once: six sums that LLVM keeps in registers (the best of fifteen forms:
+docs/log.md).
 :mod:`tmla.stages.matmul_tiles` is the GPU's.
 """
 
@@ -16,7 +17,9 @@ from tmla.stages.threads import SPREAD, share, slots
 
 TOKENS = 3  # activation rows that meet two matrix rows at once
 STRIP_VALUES = 32768  # f32 of a strip
-PIECE_BLOCKS = 64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
+PIECE_BLOCKS = (
+    64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
+)
 
 
 def strip_rows(n_in: int) -> int:
