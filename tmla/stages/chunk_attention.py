@@ -9,7 +9,7 @@ Token t of the chunk, at position ``pos0 + t``, sees the cached rows 0 .. pos0 +
 
 The context is taken in segments, between which goes an online softmax (Milakov and Gimelshein, 2018). A segment's
 values are turned in scratch, so that scores and values are both sums over neighbouring numbers.
-:mod:`tmla.stages.chunk_attention_tiles` is the GPU's.
+:mod:`tmla.stages.chunk_attention_tiles` and :mod:`tmla.stages.expanded_tiles` are the GPU's.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.attention import NEG_INF, attention_ref
-from tmla.stages.chunk_attention_tiles import absorbed_segment_simt, expanded_segment_simt, spread_rows_simt
+from tmla.stages.chunk_attention_tiles import absorbed_segment_simt
+from tmla.stages.expanded_tiles import expanded_segment_simt, spread_rows_simt
 from tmla.stages.head_rows import absorb_rows, expand_rows, value_rows
 from tmla.stages.matmul import TOKENS, dots, put_six
 from tmla.stages.threads import SPREAD, share, slots

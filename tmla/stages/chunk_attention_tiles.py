@@ -1,8 +1,8 @@
-"""Causal MQA attention of a chunk of tokens on a GPU: scores, weights, values, three dispatches a context segment.
+"""Causal attention of a chunk of tokens on a GPU, absorbed: scores, weights, values, three dispatches a segment.
 
 A *query* is one head of one token, number ``t H + h``: all share the cached rows, so both products are plain matrix
-products (:mod:`tmla.stages.tile`): queries times keys, then weights times latents. Tiles that no query of theirs may see
-are left out. Between segments goes an online softmax, one group of lanes a query.
+products (:mod:`tmla.stages.tile`): queries times keys, then weights times latents. Tiles that none of their queries may
+see are left out. Between segments goes an online softmax, one group of lanes a query.
 """
 
 import taichi as ti
@@ -18,9 +18,7 @@ from tmla.stages.tile import (
     SUMS,
     TOKEN_PAIRS,
     TOKENS,
-    fetch_tokens,
     multiply_tile,
-    put_f32_rows,
     put_fetched_tokens,
     put_pair,
     row_of,
@@ -110,9 +108,7 @@ def _score_tiles(
 
 
 @ti.kernel
-def _weight_rows(
-    w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, first: ti.i32, a: ti.template()
-):
+def weight_rows(w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, first: ti.i32, a: ti.template()):
     """Scores to weights, 0 for what a query must not see; its maximum, sum, rescale and final factor."""
     n_heads, wd = ti.static(w.n_heads, width())
     ti.loop_config(block_dim=BLOCK)
@@ -153,7 +149,7 @@ def _weight_rows(
 
 @ti.func
 def _fetch_latents(lw: ti.template(), w: ti.template(), lay, r0, last, k0, col0, tid):
-    """Four values each of four rows: thread ``32 k + q`` has columns ``col0 + 4 q`` of rows k, k + 8, k + 16, k + 24."""
+    """Four values each of four rows: thread ``32 k + q`` has columns ``col0 + 4 q`` of rows k, k + 8 and so on."""
     word = ti.min(col0 // 4 + (tid & 31), ti.static(w.n_latent // 4 - 1))
     for s in ti.static(range(4)):
         row = ti.min(k0 + (tid >> 5) + 8 * s, last)  # behind the end weights are 0
@@ -225,145 +221,11 @@ def _value_tiles(
                             mix[t, at] = s * a.factor[m]
 
 
-@ti.kernel
-def _spread_rows(w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, rows: ti.template()):
-    """rows[r] = cached row r0 + r, in f32."""
-    per_row = ti.static(cdiv(w.row_width, 4))
-    per_value = ti.static(2 if w.cache_f32 else 1)
-    for i in range(n_rows * per_row):
-        r = i // per_row
-        word = i - r * per_row
-        bits = ti.Vector([ti.u64(0) for _ in ti.static(range(per_value))], dt=ti.u64)
-        cached(bits, 0, w.cache, lay, r0 + r, word, w.cache_f32)
-        v = four(bits, 0, w.cache_f32)
-        for q in ti.static(range(4)):
-            if word * 4 + q < w.row_width:
-                rows[r, word * 4 + q] = v[q]
-
-
-@ti.kernel
-def _expanded_score_tiles(
-    w: ti.template(),
-    q: ti.template(),
-    keys: ti.template(),
-    pos0: ti.i32,
-    n: ti.i32,
-    r0: ti.i32,
-    n_rows: ti.i32,
-    p: ti.template(),
-):
-    """p[t H + h, r] = query of token t, head h . key r of the head."""
-    n_heads, n_in = ti.static(w.n_heads, w.n_nope + w.n_rope)
-    ti.loop_config(block_dim=BLOCK)
-    for i in range(n_heads * ((n_rows + (ROWS - 1)) // ROWS) * ((n + (TOKENS - 1)) // TOKENS) * BLOCK):
-        ws = ti.simt.block.SharedArray(ROW_PAIRS, ti.u64)
-        xs = ti.simt.block.SharedArray(TOKEN_PAIRS, ti.u64)
-        tid, blk = i & (BLOCK - 1), i // BLOCK
-        token_tiles, row_tiles = (n + (TOKENS - 1)) // TOKENS, (n_rows + (ROWS - 1)) // ROWS
-        unit, t0 = blk // token_tiles, blk % token_tiles * TOKENS
-        h, row0 = unit // row_tiles, unit % row_tiles * ROWS
-        if r0 + row0 <= pos0 + ti.min(t0 + TOKENS, n) - 1:  # else none of them sees any
-            ta, tb = ti.min(t0 + 2 * (tid >> 3), n - 1), ti.min(t0 + 2 * (tid >> 3) + 1, n - 1)
-            acc = ti.Vector([0.0 for _ in ti.static(range(SUMS))])
-            m = ti.Vector([0.0 for _ in ti.static(range(16))])
-            v = ti.Vector([0.0 for _ in ti.static(range(8))])
-            for step in range(ti.static(cdiv(w.n_nope + w.n_rope, DEPTH) + 1)):
-                if step > 0:
-                    put_f32_rows(ws, m, tid)
-                    put_fetched_tokens(xs, v, tid)
-                    ti.simt.block.sync()
-                if step < ti.static(cdiv(w.n_nope + w.n_rope, DEPTH)):
-                    for s in ti.static(range(4)):
-                        row = ti.min(row0 + 2 * ((tid >> 3) + 32 * (s // 2)) + s % 2, n_rows - 1)
-                        for e in ti.static(range(4)):  # behind the head's end queries are 0
-                            k = ti.min(step * DEPTH + (tid & 7) * 4 + e, n_in - 1)
-                            m[s * 4 + e] = keys[row, h * n_in + k]
-                    fetch_tokens(v, q, ta, tb, h * n_in, step * DEPTH, n_in, tid)
-                if step > 0:
-                    multiply_tile(acc, ws, xs, tid)
-                    ti.simt.block.sync()
-            for j in ti.static(range(4)):
-                for r in ti.static(range(8)):
-                    t, row = t0 + token_of(tid, j), row0 + row_of(tid, r)
-                    if t < n and row < n_rows:
-                        p[t * n_heads + h, row] = acc[r * 4 + j]
-
-
-@ti.kernel
-def _expanded_value_tiles(
-    w: ti.template(),
-    pos0: ti.i32,
-    n: ti.i32,
-    r0: ti.i32,
-    n_rows: ti.i32,
-    first: ti.i32,
-    a: ti.template(),
-    o: ti.template(),
-):
-    """o[t, h] = (o[t, h] * rescale + weights . values of the head) * factor."""
-    n_heads = ti.static(w.n_heads)
-    column_tiles = ti.static(cdiv(w.n_v, ROWS))
-    ti.loop_config(block_dim=BLOCK)
-    for i in range(n_heads * column_tiles * ((n + (TOKENS - 1)) // TOKENS) * BLOCK):
-        ws = ti.simt.block.SharedArray(ROW_PAIRS, ti.u64)
-        xs = ti.simt.block.SharedArray(TOKEN_PAIRS, ti.u64)
-        tid, blk = i & (BLOCK - 1), i // BLOCK
-        token_tiles = (n + (TOKENS - 1)) // TOKENS
-        unit, t0 = blk // token_tiles, blk % token_tiles * TOKENS
-        h, col0 = unit // column_tiles, unit % column_tiles * ROWS
-        n_seen = ti.min(n_rows, pos0 + ti.min(t0 + TOKENS, n) - r0)
-        if n_seen > 0:
-            ta, tb = ti.min(t0 + 2 * (tid >> 3), n - 1), ti.min(t0 + 2 * (tid >> 3) + 1, n - 1)
-            acc = ti.Vector([0.0 for _ in ti.static(range(SUMS))])
-            m = ti.Vector([0.0 for _ in ti.static(range(16))])
-            v = ti.Vector([0.0 for _ in ti.static(range(8))])
-            n_steps = (n_seen + (DEPTH - 1)) // DEPTH
-            for step in range(n_steps + 1):
-                if step > 0:
-                    for s in ti.static(range(8)):
-                        put_pair(ws, (tid >> 6) + 4 * s, tid & 63, m[2 * s], m[2 * s + 1])
-                    put_fetched_tokens(xs, v, tid)
-                    ti.simt.block.sync()
-                if step < n_steps:
-                    for s in ti.static(range(8)):  # thread 64 k + c has columns 2 c, 2 c + 1 of rows k, k + 4 ...
-                        row = ti.min(step * DEPTH + (tid >> 6) + 4 * s, n_rows - 1)  # behind the end weights are 0
-                        for e in ti.static(range(2)):
-                            m[2 * s + e] = a.values[row, h * w.n_v + ti.min(col0 + 2 * (tid & 63) + e, w.n_v - 1)]
-                    for e in ti.static(range(4)):
-                        k = step * DEPTH + (tid & 7) * 4 + e
-                        v[e], v[4 + e] = a.p[ta * n_heads + h, k], a.p[tb * n_heads + h, k]
-                if step > 0:
-                    multiply_tile(acc, ws, xs, tid)
-                    ti.simt.block.sync()
-            for j in ti.static(range(4)):
-                t = t0 + token_of(tid, j)
-                if t < n:
-                    for r in ti.static(range(8)):
-                        c = col0 + row_of(tid, r)
-                        if c < w.n_v:
-                            s = acc[r * 4 + j]
-                            if first == 0:  # what an earlier chunk left there may be NaN
-                                s += o[t, h * w.n_v + c] * a.rescale[t * n_heads + h]
-                            o[t, h * w.n_v + c] = s * a.factor[t * n_heads + h]
-
-
-def spread_rows_simt(w, lay, r0, n_rows, rows):
-    """Cached rows r0 .. r0 + n_rows as f32 [S, C + R]."""
-    _spread_rows(w, lay, r0, n_rows, rows)
-
-
 def absorbed_segment_simt(w, lay, qa, pos0, n, r0, n_rows, a, mix):
     """One segment of :func:`tmla.stages.chunk_attention.attend_rows`, absorbed.
 
     Scratch: ``p`` [T H, segment], ``rescale``, ``factor`` [T H], ``top``, ``total`` [T, H].
     """
     _score_tiles(w, lay, qa, pos0, n, r0, n_rows, a.p)
-    _weight_rows(w, pos0, n, r0, n_rows, int(r0 == 0), a)
+    weight_rows(w, pos0, n, r0, n_rows, int(r0 == 0), a)
     _value_tiles(w, lay, pos0, n, r0, n_rows, int(r0 == 0), a, mix)
-
-
-def expanded_segment_simt(w, q, pos0, n, r0, n_rows, a, o):
-    """One segment, expanded: ``keys`` [S, H (N + R)] and ``values`` [S, H V] are made already."""
-    _expanded_score_tiles(w, q, a.keys, pos0, n, r0, n_rows, a.p)
-    _weight_rows(w, pos0, n, r0, n_rows, int(r0 == 0), a)
-    _expanded_value_tiles(w, pos0, n, r0, n_rows, int(r0 == 0), a, o)

@@ -3,8 +3,8 @@
 A block walks along the sum's index k in steps of DEPTH. For each step its threads fetch what they need from memory, put
 it into shared memory as pairs of f32 (rows ``2i, 2i + 1`` of the matrix side, tokens ``2j, 2j + 1`` of the token side,
 one pair a u64: an access then moves eight bytes), and multiply. The next step's values are fetched before the present
-ones are used. A thread has eight rows, as four pairs that lie 16 apart, and four tokens, as two pairs 16 apart: 32 sums,
-the most that stays in registers on every backend (docs/log.md).
+ones are used. A thread has eight rows, as four pairs that lie 16 apart, and four tokens, as two pairs 16 apart: 32
+sums, the most that stays in registers on every backend (docs/log.md).
 
 Kernels differ in where their operands come from and where the sums go; the rest is here. Shared memory: 25 KB.
 """
