@@ -42,7 +42,7 @@ TABLE = {
     "layer": "runtime stages.*",
     "plan": "errors config runtime stages.*",
     "upload": f"{_FILE} runtime stages.*",
-    "weights": f"{_FILE} config requantize plan upload runtime stages.*",
+    "weights": f"{_FILE} config requantize tensor_check plan upload runtime stages.*",
     "state": "config runtime stages.* upload",
     "pretokenizers": "errors",
     "text": "",

@@ -1,7 +1,7 @@
-"""Causal attention of a chunk of tokens on a GPU, expanded: each head's own keys and values, three dispatches a segment.
+"""Causal attention of a chunk of tokens on a GPU, expanded: each head's own keys and values.
 
-Keys and values of the segment are made before (:func:`tmla.stages.head_rows.expand_rows`); the softmax between the two
-products is that of :mod:`tmla.stages.chunk_attention_tiles`.
+Keys and values of the segment are made before (:func:`tmla.stages.head_rows.expand_rows`); the softmax between the
+two products is that of :mod:`tmla.stages.chunk_attention_tiles`.
 """
 
 import taichi as ti

@@ -1,7 +1,8 @@
-"""Router for a chunk of tokens on a GPU: logits by tiles of sums, a block a token for the choice, one for the grouping.
+"""Router for a chunk of tokens on a GPU: logits by tiles, a block a token for the choice, one block for the grouping.
 
 The grouping also cuts each expert's pairs into tiles of TILE_TOKENS: tile i has the pairs from ``tile_first[i]`` up to
-``tile_end[i]``, of expert ``tile_expert[i]``, which is -1 where there is no such tile. No atomics: an expert's thread counts its pairs itself.
+``tile_end[i]``, of expert ``tile_expert[i]``, which is -1 where there is no such tile. No atomics: an expert's thread
+counts its pairs itself.
 """
 
 import taichi as ti
