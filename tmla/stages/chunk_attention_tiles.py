@@ -121,7 +121,7 @@ def weight_rows(w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: t
             own = pos0 + t - r0  # place of its own row in the segment
             n_seen = ti.max(0, ti.min(n_rows, own + 1))
             top, total = NEG_INF, 0.0
-            if first == 0:
+            if first == 0 and lane == 0:  # the lane that writes them: on Metal no barrier orders buffers
                 top, total = a.top[t, h], a.total[t, h]
             best = top
             for k in range((n_seen + (wd - 1)) // wd):
@@ -138,9 +138,10 @@ def weight_rows(w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: t
                 s += e
                 if r < a.p.shape[1]:
                     a.p[m, r] = e
-            rescale = ti.exp(top - best)
-            total = total * rescale + lane_sum(s)
+            new = lane_sum(s)
             if lane == 0:
+                rescale = ti.exp(top - best)
+                total = total * rescale + new
                 a.top[t, h] = best
                 a.total[t, h] = total
                 a.rescale[m] = rescale
