@@ -66,8 +66,8 @@ class Prefill:
     def run(self, tokens: list[int], pos0: int, *, expand: bool | None = None) -> None:
         """Take up to ``chunk.n_tokens`` tokens through all layers; their residuals are left in ``chunk.x``.
 
-        `expand` chooses the form of attention (:func:`tmla.stages.chunk_attention.attend_rows`); by itself the chunk takes
-        the one that needs fewer operations.
+        `expand` chooses the form of attention (:func:`tmla.stages.chunk_attention.attend_rows`); by itself the chunk
+        takes the one that needs fewer operations.
         """
         c, n = self.chunk, len(tokens)
         padded = np.zeros(c.n_tokens, np.int32)

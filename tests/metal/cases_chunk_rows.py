@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-import taichi as ti
 
 from tests.q8 import random_q8
 from tmla.stages import chunk_attention, chunk_attention_tiles, head_rows, rows
@@ -80,7 +79,7 @@ def build_turn(n, half):
 
 
 def build_attention(chunks, h, c, r, segment, dtype):
-    """Attention of chunks, (position, tokens) each, one after the other in the same buffers, `segment` rows at a time."""
+    """Absorbed attention of chunks, (position, tokens) each, one after the other in the same buffers."""
     rng, field = np.random.default_rng(95), Fields()
     n_rows, n = max(map(sum, chunks)), max(n for _, n in chunks)
     width = -(-(c + r) // 4) * 4
@@ -128,7 +127,8 @@ def build_expanded(chunks, h, n_nope, n_v, c, r, segment, split, dtype):
     v_q, v_d = field.q8(*v) if split else (k_q, k_d)
     w = Record(
         cache=field(cached.view(np.uint64)), cache_f32=dtype == np.float32, row_width=c + r, n_latent=c, n_heads=h,
-        n_nope=n_nope, n_rope=r, n_v=n_v, v_stride=stride, v_offset=offset, split=split, k_q=k_q, k_d=k_d, v_q=v_q, v_d=v_d,
+        n_nope=n_nope, n_rope=r, n_v=n_v, v_stride=stride, v_offset=offset, split=split, k_q=k_q, k_d=k_d, v_q=v_q,
+        v_d=v_d,
     )  # fmt: skip
     scratch = Record(
         rows=field.poisoned(segment, c + r),
