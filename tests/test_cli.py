@@ -249,8 +249,7 @@ def test_info_takes_options(mini, capsys):
 
 def test_info_foresees_what_is_allocated(model):
     planned = info.planned_bytes(model.config, N_CTX, "f32", ARCH)
-    assert (planned["weights"], planned["cache"]) == (model.memory["weights"], model.memory["cache"])
-    assert abs(planned["scratch"] - model.memory["scratch"]) < (100 if ARCH == "cpu" else 10_000_000)
+    assert planned == model.memory
 
 
 def test_info_makes_names_printable(mini, capsys):

@@ -23,6 +23,8 @@ NOT_RUN = {  # beginning of the block -> why not
     "python docs/examples/": "tests/test_examples.py runs them and checks what they print",
     "import tmla\n\nmodel = tmla.load()  # the demo": "the README's: tests/test_docs.py runs it",
     "tmla check\n": "half a minute: tests/test_check.py runs it on small files",
+    "tmla perplexity model.gguf": "needs a model and another engine",
+    "import sys\n\nimport numpy as np\nfrom llama_cpp": "another engine's",
     "ruff check .": "steps of CI",
     "TMLA_DEBUG=1 python -m pytest": "steps of CI",
     'eval "$(tmla completion bash)"': "tests/test_completion.py has bash read it",

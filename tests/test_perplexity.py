@@ -14,8 +14,8 @@ from tests.conftest import ROOT, backend
 from tests.test_generate import FakeModel
 from tmla import cli, cli_perplexity, log_probs
 from tmla.errors import ContextError, ParameterError
-from tmla.logits_file import LogitsFile
 from tmla.loading import demo_path
+from tmla.logits_file import LogitsFile
 from tmla.perplexity import make_windows, perplexity, text_ids
 
 ARCH = backend()

@@ -11,9 +11,11 @@ import pytest
 import tmla
 from tmla import errors, gguf_file, reference, runtime
 from tmla.chat import ChatTemplate, Session, stream_chat
+from tmla.compare import Comparison
 from tmla.config import MLAConfig, open_checked
 from tmla.generate import Chunk, Stats
 from tmla.loading import demo_path
+from tmla.perplexity import Perplexity
 from tmla.sampling import Sampler
 from tmla.tokenizer import Tokenizer
 
@@ -24,6 +26,8 @@ CLASSES = [
     MLAConfig,
     Chunk,
     Stats,
+    Comparison,
+    Perplexity,
     gguf_file.GGUFFile,
     reference.Trace,
     runtime.Caps,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from tmla import chunk_state, memory, runtime, state
+from tmla import limits, memory
 from tmla.config import MLAConfig
 from tmla.gguf_file import GGUFFile
 from tmla.gguf_kind import show
 from tmla.plan import make_plan
 
-CPU = runtime.Caps("cpu", "none", 1, "bytes", False)  # what sizes are computed for without starting a backend
 _WIDE = 400  # characters of one note that are shown
 _WIDTHS = {
     "residual": "dim",
@@ -21,20 +19,6 @@ _WIDTHS = {
     "value": "v_head_dim",
     "FFN": "ffn_dim",
 }
-
-
-class _CountingPool:
-    """Stands in for a FieldPool: adds up bytes and allocates nothing."""
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-
-    def field(self, dtype: Any, shape: tuple[int, ...], name: str = "") -> _CountingPool:
-        self.n_bytes += math.prod(shape) * runtime.dtype_bytes(dtype)
-        return self
-
-    def from_numpy(self, array: Any) -> None:
-        """Take the place of Field.from_numpy."""
 
 
 def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", arch: str | None = None) -> dict[str, int]:
@@ -47,19 +31,17 @@ def planned_bytes(cfg: MLAConfig, n_ctx: int, cache_dtype: str = "f16", arch: st
         Positions the cache holds.
     cache_dtype : {"f16", "f32"}
     arch : str, optional
-        Backend, default :func:`tmla.runtime.default_arch`. Scratch is counted as on CPU; GPUs take a few MB more.
+        Backend, default :func:`tmla.runtime.default_arch`. Where it does not run yet, all cores or 32 lanes are
+        counted (:func:`tmla.limits.foreseen_caps`).
 
     Raises
     ------
     BackendError
         A tensor, or the cache of one layer, is larger than a field can be.
     """
-    layout = "bytes" if (arch or runtime.default_arch()) == "cpu" else "words"
-    plan = make_plan(cfg, n_ctx, cache_dtype, layout)
-    pool: Any = _CountingPool()
-    state.State(cfg, 1, CPU, pool, cfg.n_vocab)
-    chunk_state.ChunkState(cfg, n_ctx, CPU, pool)
-    scratch = pool.n_bytes + (n_ctx - 1) * state.table_bytes_per_position(cfg)
+    caps = limits.foreseen_caps(arch)
+    plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout)
+    scratch = limits.scratch_bytes(cfg, n_ctx, caps)
     out = {"weights": plan.weight_bytes, "cache": plan.cache_bytes, "scratch": scratch}
     return out | {"total": sum(out.values())}
 

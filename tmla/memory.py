@@ -1,9 +1,11 @@
 """How much memory this machine can give, and what a plan would take of it."""
 
+import bisect
 import ctypes
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from tmla.errors import BackendError
 
@@ -32,13 +34,12 @@ def gib(n_bytes: float) -> str:
     return f"{n_bytes / 2**30:.2f} GiB"
 
 
-def largest_n_ctx(fixed_bytes: int, bytes_per_position: int, limit: int, available: int) -> int:
-    """Positions that fit beside `fixed_bytes`, at most `limit`; 0 when not even the fixed part fits."""
-    room = available - RESERVE_BYTES - fixed_bytes
-    return max(0, min(limit, room // bytes_per_position))
+def largest_n_ctx(planned: Callable[[int], int], limit: int, available: int) -> int:
+    """Most positions, at most `limit`, for which the planned bytes fit; 0 when one position does not."""
+    return bisect.bisect_right(range(1, limit + 1), available - RESERVE_BYTES, key=planned)
 
 
-def check_fits(name: str, n_ctx: int, fixed_bytes: int, bytes_per_position: int, available: int | None) -> None:
+def check_fits(name: str, n_ctx: int, planned: Callable[[int], int], available: int | None) -> None:
     """Refuse a plan that is larger than the memory, and say what would fit.
 
     Raises
@@ -48,14 +49,14 @@ def check_fits(name: str, n_ctx: int, fixed_bytes: int, bytes_per_position: int,
     """
     if available is None:
         return
-    need = fixed_bytes + n_ctx * bytes_per_position + RESERVE_BYTES
+    need = planned(n_ctx) + RESERVE_BYTES
     if need <= available:
         return
-    fits = largest_n_ctx(fixed_bytes, bytes_per_position, n_ctx, available)
+    fits = largest_n_ctx(planned, n_ctx, available)
     remedy = (
         f"a context of {fits} (--ctx {fits}) would fit"
         if fits
-        else "the weights alone do not fit; take a smaller model"
+        else "weights and scratch alone do not fit; take a smaller model"
     )
     raise BackendError(
         f"{name}: weights, cache of {n_ctx} positions and scratch need {gib(need)}, {gib(available)} are free; {remedy}"

@@ -73,7 +73,7 @@ class State:
         self.qa = pool.field(ti.f32, (1, h, cdiv(cfg.cache_row_width, 4) * 4))
         self.mix = pool.field(ti.f32, (h, c))
         self.o = pool.field(ti.f32, (1, h * cfg.v_head_dim))
-        self.hidden = {kind: pool.field(ti.f32, shape) for kind, shape in hidden_shapes(cfg, gpu=caps.gpu).items()}
+        self.hidden = {kind: pool.field(ti.f32, shape) for kind, shape in hidden_shapes(cfg, caps).items()}
         self.logits = pool.field(ti.f32, (1, cfg.n_vocab))
         self.attn = AttentionScratch(pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else CPU_SPLITS, h, c, gpu=caps.gpu)
         self.route = RouterScratch(pool, cfg.n_experts, cfg.n_experts_used, cfg.n_expert_groups)
@@ -88,20 +88,15 @@ class State:
         writer.put_all(scale.astype(np.float32), self.scale)
 
 
-def hidden_shapes(cfg: MLAConfig, *, gpu: bool) -> dict[bool, tuple[int, int]]:
+def hidden_shapes(cfg: MLAConfig, caps: Caps) -> dict[bool, tuple[int, int]]:
     """Shape of the FFN activations of mixture (True) and dense (False) layers."""
     shapes = {}
     for moe in sorted(set(cfg.is_moe_layer)):
         common = cfg.shared_ffn_dim if moe else cfg.ffn_dim
         used, fe = (cfg.n_experts_used, cfg.expert_ffn_dim) if moe else (0, 0)
-        if gpu:
+        if caps.gpu:
             size = segment_size(used, fe, common)
-            shapes[moe] = (used + cdiv(common, size), segment_len(size))
+            shapes[moe] = (used + cdiv(common, size), segment_len(size, caps.lanes))
         else:
             shapes[moe] = (1, used * fe + common)
     return shapes
-
-
-def table_bytes_per_position(cfg: MLAConfig) -> int:
-    """Bytes of the rope and scale tables for one position."""
-    return 4 * (cfg.qk_rope_head_dim + 1)

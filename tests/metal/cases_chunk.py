@@ -5,6 +5,7 @@ written: each buffer has two rows more than the chunk has tokens.
 """
 
 import functools
+import itertools
 
 import numpy as np
 import taichi as ti
@@ -92,7 +93,7 @@ def tiles_ref(start, n_tiles):
     """Tiles of the grouped pairs, in NumPy: expert (-1 where no tile is), first pair, end; i32 [n_tiles] each."""
     tiles = [
         (e, first, min(first + route_tiles.TILE_TOKENS, end))
-        for e, (begin, end) in enumerate(zip(start, start[1:]))
+        for e, (begin, end) in enumerate(itertools.pairwise(start))
         for first in range(begin, end, route_tiles.TILE_TOKENS)
     ]
     assert len(tiles) < n_tiles, "one tile at least should be empty"

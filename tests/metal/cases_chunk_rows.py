@@ -3,10 +3,9 @@
 import functools
 
 import numpy as np
-import taichi as ti
 
 from tests.q8 import random_q8
-from tmla.stages import chunk_attention, rows
+from tmla.stages import chunk_attention, chunk_attention_tiles, head_rows, rows
 from tmla.stages.cache_row import cache_row_ref
 from tmla.stages.embed import embed_ref
 from tmla.stages.norm import rms_norm_ref
@@ -80,7 +79,7 @@ def build_turn(n, half):
 
 
 def build_attention(chunks, h, c, r, segment, dtype):
-    """Attention of chunks, (position, tokens) each, one after the other in the same buffers, `segment` rows at a time."""
+    """Absorbed attention of chunks, (position, tokens) each, one after the other in the same buffers."""
     rng, field = np.random.default_rng(95), Fields()
     n_rows, n = max(map(sum, chunks)), max(n for _, n in chunks)
     width = -(-(c + r) // 4) * 4
@@ -105,9 +104,52 @@ def build_attention(chunks, h, c, r, segment, dtype):
 
     def call():
         for pos0, m in chunks:
-            chunk_attention.attend_rows(w, 1, f_qa, pos0, m, scratch, mix)
+            for r0 in range(0, pos0 + m, segment):
+                n_seen = min(segment, pos0 + m - r0)
+                chunk_attention_tiles.absorbed_segment_simt(w, 1, f_qa, pos0, m, r0, n_seen, scratch, mix)
 
     return Built(call, field.inputs, {mix: rows_and_rest(ref.reshape(n, h * c))})
+
+
+def build_expanded(chunks, h, n_nope, n_v, c, r, segment, split, dtype):
+    """The expanded form, keys and values made on the way, against absorb, attention and v-combine."""
+    rng, field = np.random.default_rng(96), Fields()
+    n_rows, n = max(map(sum, chunks)), max(n for _, n in chunks)
+    width = -(-(c + r) // 4) * 4
+    cached = rng.standard_normal((2, n_rows + 1, width)).astype(dtype)
+    cached[:, n_rows] = np.nan  # behind the chunk: must not be read
+    cached[..., c + r :] = 0
+    k = random_q8(rng, 2, *((h * c, n_nope) if split else (h * (n_nope + n_v), c)))
+    v, stride, offset = (random_q8(rng, 2, h * n_v, c), n_v, 0) if split else (k, n_nope + n_v, n_nope)
+    q = np.full((n + SPARE, h * (n_nope + r)), np.nan, np.float32)
+    q[:n] = rng.standard_normal((n, h * (n_nope + r))) / np.sqrt(n_nope + r)
+    k_q, k_d = field.q8(*k)
+    v_q, v_d = field.q8(*v) if split else (k_q, k_d)
+    w = Record(
+        cache=field(cached.view(np.uint64)), cache_f32=dtype == np.float32, row_width=c + r, n_latent=c, n_heads=h,
+        n_nope=n_nope, n_rope=r, n_v=n_v, v_stride=stride, v_offset=offset, split=split, k_q=k_q, k_d=k_d, v_q=v_q,
+        v_d=v_d,
+    )  # fmt: skip
+    scratch = Record(
+        rows=field.poisoned(segment, c + r),
+        keys=field.poisoned(segment, h * (n_nope + r)),
+        values=field.poisoned(segment, h * n_v),
+        p=field.poisoned((n + SPARE) * h, segment),
+        **{name: field.poisoned((n + SPARE) * h) for name in ("rescale", "factor")},
+        **{name: field.poisoned(n + SPARE, h) for name in ("top", "total")},
+    )
+    o, f_q = target(field, n, h * n_v), field(q)
+    ref = np.full((n, h * n_v), np.nan)
+    for pos0, m in chunks:
+        qa = head_rows.absorb_rows_ref(k[0][1], k[1][1], q[:m].reshape(m, h, -1), n_nope, n_v, split=split)
+        mix = chunk_attention.attend_rows_ref(cached[1, :, : c + r], qa, pos0, c)
+        ref[:m] = head_rows.value_rows_ref(v[0][1], v[1][1], stride, offset, n_v, mix)
+
+    def call():
+        for pos0, m in chunks:
+            chunk_attention.attend_rows(w, 1, f_q, pos0, m, None, scratch, None, None, o, expand=True)
+
+    return Built(call, field.inputs, {o: rows_and_rest(ref)})
 
 
 F16, F32 = np.float16, np.float32
@@ -121,4 +163,6 @@ CASES = [
     MetalCase("chunk_turn_half", lambda: build_turn(1, True)),
     MetalCase("chunk_attention_2_segments", lambda: build_attention([(37, 65), (0, 1)], 3, 96, 16, 64, F32)),
     MetalCase("chunk_attention_3_segments_f16", lambda: build_attention([(5, 63), (130, 2)], 3, 160, 18, 64, F16)),
+    MetalCase("chunk_expanded", lambda: build_expanded([(37, 65), (0, 1)], 3, 64, 33, 96, 18, 64, False, F32)),
+    MetalCase("chunk_expanded_split_f16", lambda: build_expanded([(5, 63)], 2, 96, 130, 64, 16, 32, True, F16)),
 ]

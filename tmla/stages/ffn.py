@@ -44,8 +44,8 @@ def activation(
 def ffn_up_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template(), hidden: ti.template()):
     """hidden[0, i] for all K * Fe + Fs activations."""
     n_routed = ti.static(w.n_used * w.expert_ffn_dim)
-    # `layer[0] - w.first` stands inside the innermost loop: from a local variable outside it, LLVM makes code that is half
-    # as fast (docs/log.md).
+    # `layer[0] - w.first` stands inside the innermost loop: from a local variable outside it, LLVM makes code half as
+    # fast (docs/log.md).
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:
             if ti.static(n_routed > 0):

@@ -12,7 +12,7 @@ from tmla import runtime
 from tmla.stages.ffn import silu
 from tmla.stages.ffn_tiles import ffn_rows_simt
 from tmla.stages.linear import Q8_BLOCK
-from tmla.stages.matmul import TOKENS, block_tokens, dots, fill_row, matmul_q8, strip_rows, strip_times_rows
+from tmla.stages.matmul import TOKENS, dots, fill_row, matmul_q8, strip_rows, strip_times_rows
 from tmla.stages.threads import SPREAD, share, slots
 
 
@@ -42,22 +42,20 @@ def _activate_strip(
     f0,
 ):
     """hidden[p, f0 + r] of pairs (or tokens) first <= p < end, from a strip of gate rows, then as many up rows."""
-    per_block, half = ti.static(block_tokens(n_in), strip_rows(n_in) // 2)
-    for tb in range((end - first + (per_block - 1)) // per_block):
-        ta, te = first + tb * per_block, ti.min(first + (tb + 1) * per_block, end)
+    half = ti.static(strip_rows(n_in) // 2)
+    for tg in range((end - first + (TOKENS - 1)) // TOKENS):  # its activation rows stay in the first cache
+        p0 = first + tg * TOKENS
+        p1, p2 = ti.min(p0 + 1, end - 1), ti.min(p0 + 2, end - 1)
+        t0, t1, t2 = p0, p1, p2
+        w0, w1, w2 = 1.0, 1.0, 1.0
+        if ti.static(routed):
+            t0, t1, t2 = g.order[p0] // w.n_used, g.order[p1] // w.n_used, g.order[p2] // w.n_used
+            w0, w1, w2 = g.weight[g.order[p0]], g.weight[g.order[p1]], g.weight[g.order[p2]]
         for r in range(n_rows):
-            for tg in range((te - ta + (TOKENS - 1)) // TOKENS):
-                p0 = ta + tg * TOKENS
-                p1, p2 = ti.min(p0 + 1, te - 1), ti.min(p0 + 2, te - 1)
-                t0, t1, t2 = p0, p1, p2
-                f0_, f1_, f2_ = 1.0, 1.0, 1.0
-                if ti.static(routed):
-                    t0, t1, t2 = g.order[p0] // w.n_used, g.order[p1] // w.n_used, g.order[p2] // w.n_used
-                    f0_, f1_, f2_ = g.weight[g.order[p0]], g.weight[g.order[p1]], g.weight[g.order[p2]]
-                v = dots(strip, slot, r * n_in, (half + r) * n_in, x, t0, t1, t2, 0, n_in)
-                hidden[p0, f0 + r] = f0_ * _activation(w, v[0], v[1])
-                hidden[p1, f0 + r] = f1_ * _activation(w, v[2], v[3])
-                hidden[p2, f0 + r] = f2_ * _activation(w, v[4], v[5])
+            v = dots(strip, slot, r * n_in, slot, (half + r) * n_in, x, t0, t1, t2, 0, n_in)
+            hidden[p0, f0 + r] = w0 * _activation(w, v[0], v[1])
+            hidden[p1, f0 + r] = w1 * _activation(w, v[2], v[3])
+            hidden[p2, f0 + r] = w2 * _activation(w, v[4], v[5])
 
 
 @ti.kernel

@@ -22,9 +22,10 @@ ROUTER_WARPS = 8  # warps that share an expert's router row
 MAX_THREADS = 1024
 
 
-def segment_len(n: int) -> int:
-    """Length in lane order of a segment of n activations."""
-    return cdiv(n, WORD * width()) * WORD * width()
+def segment_len(n: int, lanes: int | None = None) -> int:
+    """Length in lane order of a segment of n activations, for groups of `lanes` threads (default: the backend's)."""
+    per_group = WORD * (lanes or width())
+    return cdiv(n, per_group) * per_group
 
 
 def segment_size(n_used: int, expert_ffn_dim: int, common_ffn_dim: int) -> int:

@@ -1,8 +1,9 @@
 """Matrix times many activation rows, weights in Q8_0: the sum under every projection of a chunk of tokens.
 
-``y[t] = scale * W @ x[t]``. A quant is turned into f32 once for all tokens of the chunk. This file is the CPU's: a strip
-of matrix rows goes to f32 scratch that stays in the second cache, and meets block after block of activation rows, two
-matrix rows and three tokens at once: six sums that LLVM keeps in registers (the best of fifteen forms: docs/log.md).
+``y[t] = scale * W @ x[t]``. A quant is turned into f32 once for all tokens of the chunk. This file is the CPU's:
+a strip of matrix rows goes to f32 scratch that stays in the second cache, and meets block after block of activation
+rows, two matrix rows and three tokens at once: six sums that LLVM keeps in registers (the best of fifteen forms:
+docs/log.md).
 :mod:`tmla.stages.matmul_tiles` is the GPU's.
 """
 
@@ -16,7 +17,9 @@ from tmla.stages.threads import SPREAD, share, slots
 
 TOKENS = 3  # activation rows that meet two matrix rows at once
 STRIP_VALUES = 32768  # f32 of a strip
-BLOCK_VALUES = 65536  # f32 of a block of activation rows
+PIECE_BLOCKS = (
+    64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
+)
 
 
 def strip_rows(n_in: int) -> int:
@@ -24,31 +27,37 @@ def strip_rows(n_in: int) -> int:
     return max(1, min(8, STRIP_VALUES // n_in // 2)) * 2
 
 
-def block_tokens(n_in: int) -> int:
-    """Activation rows of `n_in` values that a strip meets before the next."""
-    return max(2, min(32, BLOCK_VALUES // n_in // TOKENS)) * TOKENS
+def piece_blocks(n_block: int) -> int:
+    """Blocks of one of the equal pieces, PIECE_BLOCKS at most, that rows of `n_block` blocks are summed in."""
+    return -(-n_block // -(-n_block // PIECE_BLOCKS))
 
 
 def strip_len(*widths: int) -> int:
     """f32 that one thread's strip takes, for matrices of these widths."""
-    return max(strip_rows(n) * n for n in widths)
+    return max(strip_rows(n) * n for n in (*widths, *(piece_blocks(n // Q8_BLOCK) * Q8_BLOCK for n in widths)))
+
+
+@ti.func
+def fill_part(w_q: ti.template(), w_d: ti.template(), lay, row, b0, b1, strip: ti.template(), slot, at):
+    """strip[slot, at + i] = W[lay, row, 32 b0 + i] in f32, up to block b1."""
+    for b in range(b0, b1):
+        d = ti.cast(w_d[lay, row, b], ti.f32)
+        for j in range(Q8_BLOCK):
+            strip[slot, at + (b - b0) * Q8_BLOCK + j] = d * q8_value(w_q, lay, row, b * Q8_BLOCK + j)
 
 
 @ti.func
 def fill_row(w_q: ti.template(), w_d: ti.template(), lay, row, strip: ti.template(), slot, at):
     """strip[slot, at + i] = W[lay, row, i] in f32."""
-    for b in range(w_d.shape[2]):
-        d = ti.cast(w_d[lay, row, b], ti.f32)
-        for j in range(Q8_BLOCK):
-            strip[slot, at + b * Q8_BLOCK + j] = d * q8_value(w_q, lay, row, b * Q8_BLOCK + j)
+    fill_part(w_q, w_d, lay, row, 0, w_d.shape[2], strip, slot, at)
 
 
 @ti.func
-def dots(w: ti.template(), slot, at0, at1, x: ti.template(), t0, t1, t2, x0, n):
-    """Two f32 rows, ``w[slot, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
+def dots(w: ti.template(), s0, at0, s1, at1, x: ti.template(), t0, t1, t2, x0, n):
+    """Two f32 rows, ``w[s, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
     a0, a1, b0, b1, c0, c1 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for i in range(n):
-        w0, w1 = w[slot, at0 + i], w[slot, at1 + i]
+        w0, w1 = w[s0, at0 + i], w[s1, at1 + i]
         xa, xb, xc = x[t0, x0 + i], x[t1, x0 + i], x[t2, x0 + i]
         a0 += w0 * xa
         a1 += w1 * xa
@@ -60,10 +69,10 @@ def dots(w: ti.template(), slot, at0, at1, x: ti.template(), t0, t1, t2, x0, n):
 
 
 @ti.func
-def put_six(y: ti.template(), t0, t1, t2, o0, o1, v, add: ti.template()):
+def put_six(y: ti.template(), t0, t1, t2, o0, o1, v, add):
     """Store what :func:`dots` gave. A token or row may stand there twice: all is read before anything is written."""
     s = v
-    if ti.static(add):
+    if add:
         s += ti.Vector([y[t0, o0], y[t0, o1], y[t1, o0], y[t1, o1], y[t2, o0], y[t2, o1]])
     y[t0, o0], y[t0, o1] = s[0], s[1]
     y[t1, o0], y[t1, o1] = s[2], s[3]
@@ -79,23 +88,20 @@ def strip_times_rows(
     first,
     end,
     x0,
-    n_in: ti.template(),
+    n_in,
     scale,
-    add: ti.template(),
+    add,
     y: ti.template(),
     o0,
 ):
     """y[t, o0 + r] = scale * (row r of the strip) . x[t, x0:], for its `n_rows` rows and tokens first <= t < end."""
-    per_block = ti.static(block_tokens(n_in))
-    for tb in range((end - first + (per_block - 1)) // per_block):
-        ta, te = first + tb * per_block, ti.min(first + (tb + 1) * per_block, end)
+    for tg in range((end - first + (TOKENS - 1)) // TOKENS):  # its activation rows stay in the first cache
+        t0 = first + tg * TOKENS
+        t1, t2 = ti.min(t0 + 1, end - 1), ti.min(t0 + 2, end - 1)
         for p in range((n_rows + 1) // 2):
             ra, rb = 2 * p, ti.min(2 * p + 1, n_rows - 1)
-            for tg in range((te - ta + (TOKENS - 1)) // TOKENS):
-                t0 = ta + tg * TOKENS
-                t1, t2 = ti.min(t0 + 1, te - 1), ti.min(t0 + 2, te - 1)
-                v = dots(strip, slot, ra * n_in, rb * n_in, x, t0, t1, t2, x0, n_in)
-                put_six(y, t0, t1, t2, o0 + ra, o0 + rb, scale * v, add)
+            v = dots(strip, slot, ra * n_in, slot, rb * n_in, x, t0, t1, t2, x0, n_in)
+            put_six(y, t0, t1, t2, o0 + ra, o0 + rb, scale * v, add)
 
 
 @ti.kernel
@@ -110,17 +116,22 @@ def _matmul_loop(
     strip: ti.template(),
     y: ti.template(),
 ):
-    n_out, n_in = ti.static(w_d.shape[1], w_d.shape[2] * Q8_BLOCK)
-    rows = ti.static(strip_rows(w_d.shape[2] * Q8_BLOCK))
+    n_out, n_block = ti.static(w_d.shape[1], w_d.shape[2])
+    piece = ti.static(piece_blocks(w_d.shape[2]))
+    rows = ti.static(strip_rows(piece_blocks(w_d.shape[2]) * Q8_BLOCK))
     n_strip = ti.static(-(-w_d.shape[1] // rows))
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:
             span = share(i, n_strip)
             for s in range(span[0], span[1]):
                 o0, o1 = s * rows, ti.min((s + 1) * rows, n_out)
-                for o in range(o0, o1):
-                    fill_row(w_q, w_d, lay, o, strip, i // SPREAD, (o - o0) * n_in)
-                strip_times_rows(strip, i // SPREAD, o1 - o0, x, 0, n, 0, n_in, scale, add, y, o0)
+                for q in range(ti.static(-(-w_d.shape[2] // piece))):
+                    b0, b1 = q * piece, ti.min((q + 1) * piece, n_block)
+                    n_in = (b1 - b0) * Q8_BLOCK
+                    for o in range(o0, o1):
+                        fill_part(w_q, w_d, lay, o, b0, b1, strip, i // SPREAD, (o - o0) * n_in)
+                    again = q > 0 or add
+                    strip_times_rows(strip, i // SPREAD, o1 - o0, x, 0, n, b0 * Q8_BLOCK, n_in, scale, again, y, o0)
 
 
 def matmul_q8(w_q, w_d, lay, x, n, strip, y, *, scale=1.0, add=False):

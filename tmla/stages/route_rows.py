@@ -1,7 +1,7 @@
 """Router for a chunk of tokens, and the grouping of its tokens by expert; all stays on the device.
 
-A pair is one token's use of one expert, number ``t K + k``. ``order`` lists the pairs expert by expert, within an expert
-by number, so that an expert's weights are read once for all its tokens; ``place`` is the inverse.
+A pair is one token's use of one expert, number ``t K + k``. ``order`` lists the pairs expert by expert, within an
+expert by number, so that an expert's weights are read once for all its tokens; ``place`` is the inverse.
 """
 
 import numpy as np
@@ -72,8 +72,8 @@ def route_rows(w, lay, x, n, strip, route, groups):
     route : RouterScratch
         CPU: scratch of one token's choice.
     groups : ExpertGroups
-        Takes ``expert`` i32 [T K] and ``weight`` f32 [T K] of every pair, ``order`` and ``place`` i32 [T K], ``start`` i32
-        [E + 1]: the pairs ``order[start[e] : start[e + 1]]`` are expert e's.
+        Takes ``expert`` i32 [T K] and ``weight`` f32 [T K] of every pair, ``order`` and ``place`` i32 [T K], ``start``
+        i32 [E + 1]: the pairs ``order[start[e] : start[e + 1]]`` are expert e's.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """Stages of a chunk of tokens that treat each row by itself: embedding, RMSNorm, cache rows, query rope.
 
-Row t of the chunk stands at position ``pos0 + t``. On a CPU a thread takes a share of the rows, on a GPU a block one row.
+Row t of the chunk stands at position ``pos0 + t``. On a CPU a thread takes a share of the rows, on a GPU a block one.
 The single-token forms with their references are :mod:`tmla.stages.embed`, `norm`, `cache_row` and `rope`.
 """
 
