@@ -191,22 +191,24 @@ def test_ctrl_c_within_a_chunk_of_the_prompt(model, monkeypatch, capsys):
         interrupted_at.append(pos0)
         raise KeyboardInterrupt
 
+    second = f"{SECOND} {FIRST} {SECOND}"  # enough for a chunk
     args = cli._parser().parse_args(["chat", "--temp", "0.01", "--seed", "3", "-n", "12"])
-    talk = cli_chat.Talk(cli_chat.Session(model), args, interactive=True)
+    session = cli_chat.Session(model)
+    talk = cli_chat.Talk(session, args, interactive=True)
     model.reset()
     assert talk.take(FIRST)
     answer = capsys.readouterr().out.removesuffix("\n")
     said, n_past = [user(FIRST), assistant(answer)], model.n_past
     with monkeypatch.context() as patch:
         patch.setattr(model._prefill, "run", interrupted)
-        assert talk.take(SECOND)
+        assert talk.take(second)
     assert capsys.readouterr() == ("", "tmla: stopped; the conversation goes on\n")
     assert len(interrupted_at) == 1
     assert 0 < interrupted_at[0] <= n_past
     assert talk.messages == said
     assert model.n_past <= n_past
-    talk.take(SECOND)
-    prompt = talk.session.template.encode([*said, user(SECOND)])
+    talk.take(second)
+    prompt = session.template.encode([*said, user(second)])
     answer = capsys.readouterr().out.removesuffix("\n")
     assert answer == generate(model, prompt, temperature=0.01, seed=3, max_tokens=12).removesuffix("\n")
 

@@ -123,29 +123,30 @@ def test_ctrl_c_keeps_what_is_certain(run, model, path, monkeypatch):
     )[1]  # fmt: skip
 
 
-def test_ctrl_c_within_a_chunk_keeps_the_chunks_before(run, model, path, monkeypatch):
-    """Two chunks of a prompt are certain, the third is left with wrong rows."""
+def test_ctrl_c_within_the_prompt_saves_nothing(run, model, path, monkeypatch):
+    """In the third chunk of a prompt, which is left with wrong rows; what is in the cache's file stays as it was."""
+    prompt = [(7 * i) % 1000 + 10 for i in range(60)]
+    text = ",".join(map(str, prompt))
+    run("--tokens", "10,17,24", "-n", 0)
+    before = path.read_bytes()
     monkeypatch.setattr(prefill, "split", lambda n, largest: [16] * (n // 16))
     chunk, positions = model._prefill.run, []
 
     def interrupted(tokens, pos0):
         positions.append(pos0)
-        chunk(tokens if pos0 < 32 else [t + 1 for t in tokens], pos0)
-        if pos0 == 32:
+        chunk(tokens if len(positions) < 3 else [t + 1 for t in tokens], pos0)
+        if len(positions) == 3:
             raise KeyboardInterrupt
 
-    prompt = [(7 * i) % 1000 + 10 for i in range(50)]
-    text = ",".join(map(str, prompt))
     with monkeypatch.context() as patch:
         patch.setattr(model._prefill, "run", interrupted)
-        code, out, (_, saved) = run("--tokens", text, "-n", 5)
-    assert (code, out.strip()) == (130, "")
-    assert positions[-3:] == [0, 16, 32]
-    assert "prompt cache p.kv: 32 tokens saved" in saved
-    assert open_state(path).tokens == prompt[:32]
-    code, out, (reused, _) = run("--tokens", text, "-n", 5, "--ignore-eos")
+        code, out, lines = run("--tokens", text, "-n", 5)
+    assert (code, out.strip(), positions) == (130, "", [3, 19, 35])
+    assert lines == ["tmla: prompt cache p.kv: 3 of 60 prompt tokens reused"]
+    assert path.read_bytes() == before
+    assert (model.n_past, model.tokens) == (35, prompt[:35])
+    code, out, _ = run("--tokens", text, "-n", 5, "--ignore-eos")
     assert (code, out) == (0, ids_of(model, prompt, 5))
-    assert reused.endswith(" 32 of 50 prompt tokens reused")
 
 
 def test_ctrl_c_while_saving_is_130_and_keeps_the_old_file(run, path, monkeypatch):
