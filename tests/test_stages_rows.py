@@ -64,7 +64,7 @@ def poison(of):
     return of
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), [(1, 32), (7, 96), (129, 64), (65, 1024), (33, 2080), (5, 14336)])
+@pytest.mark.parametrize(("n_out", "n_in"), [(1, 32), (129, 96), (33, 2080), (5, 14336)])
 def test_matmul(field, rng, n_out, n_in):
     w_q, w_d = random_q8(rng, 2, n_out, n_in)
     w, x = q8_fields(field, w_q, w_d), rng.standard_normal((T, n_in), np.float32)
@@ -160,7 +160,7 @@ def test_turn_queries(field, rng, half, h, n_nope, r):
         np.testing.assert_array_equal(got[:, width:], q[:n, width:])
 
 
-HEADS = [(3, 64, 96, 96, 30), (5, 96, 40, 160, 64), (1, 32, 32, 32, 2)]  # H, N, V, C, R
+HEADS = [(3, 64, 40, 96, 30), (1, 32, 32, 32, 2)]  # H, N, V, C, R
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -261,7 +261,7 @@ def test_group_reference():
     assert start.tolist() == [0, 2, 3, 6, 6]
 
 
-@pytest.mark.parametrize("name", ["softmax", "one_of_one", "sigmoid_bias", "groups", "softmax_groups", "k16_of_384"])
+@pytest.mark.parametrize("name", ["softmax", "one_of_one", "groups", "softmax_groups", "k16_of_384"])
 def test_route_rows(field, rng, name):
     n_experts, rule = ROUTINGS[name]
     dim, k = 96, rule.n_used
@@ -277,6 +277,7 @@ def test_route_rows(field, rng, name):
     for n in SIZES:
         put(xf, x, n)
         poison(groups)
+        route.logit.fill(1e4)  # as of the token before: a softmax relative to it would be 0 / 0
         route_rows.route_rows(bank, LAY, xf, n, strip, route, groups)
         expert, weight = check_groups(groups, n, k, n_experts)
         np.testing.assert_array_equal(expert, [e for e, _ in refs[:n]])
@@ -293,7 +294,7 @@ def test_route_rows_ties_take_the_first(field):
 
 @pytest.mark.parametrize(
     ("n_experts", "n_used", "fe", "fs", "gated"),
-    [(7, 3, 32, 96, True), (5, 5, 64, 0, True), (0, 0, 0, 288, True), (0, 0, 0, 96, False), (40, 6, 96, 32, True)],
+    [(5, 5, 64, 0, True), (0, 0, 0, 96, False), (40, 6, 96, 32, True)],
 )
 def test_ffn_rows(field, rng, n_experts, n_used, fe, fs, gated):
     """Router, grouping and network: with 40 experts some have no token, with 5 of 5 each has all."""
