@@ -1,4 +1,4 @@
-"""llama.cpp behind the interface of :class:`benchmarks.engines.Engine`, through llama-cpp-python's low-level calls."""
+"""llama.cpp behind the interface of :class:`tmla.bench.Engine`, through llama-cpp-python's low-level calls."""
 
 import ctypes
 import os
@@ -84,6 +84,10 @@ class LlamaEngine:
         if not self.lib.llama_memory_seq_rm(memory, 0, n_past, -1):
             raise RuntimeError(f"llama.cpp could not drop the cache from position {n_past} on")
         self.n_past = n_past
+
+    def fill(self, tokens) -> None:
+        """As :meth:`prefill`: it has no other way."""
+        self.prefill(tokens)
 
     def close(self) -> None:
         """Free the context."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tmla.config import check_finite, open_checked
+from tests.finite import check_finite
+from tmla.config import open_checked
 from tmla.errors import GGUFError
 
 # file -> what its message has to name

@@ -26,6 +26,7 @@ PAGES = [
     "gguf",
     "backends",
     "log",
+    "benchmarks",
     "api",
     "commands",
     "examples",
@@ -35,7 +36,7 @@ PAGES = [
     "saved_state",
     "comparing",
 ]
-COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare", "doctor", "completion")
+COMMANDS = ("run", "chat", "info", "check", "template", "perplexity", "compare", "doctor", "completion", "bench")
 FOLDERS = "tmla|tests|benchmarks|docs|tools|\\.ci|\\.github"
 
 
@@ -188,7 +189,7 @@ def test_version_and_dependencies():
     for entry in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         declared.add(re.match(r"[\w-]+", entry)[0])
     own = {"tmla", "tests", "benchmarks", "tools"}
-    optional = {"llama_cpp", "transformers", "torch", "psutil", "rich", "tomllib"}  # skipped where they are absent
+    optional = {"llama_cpp", "matplotlib", "transformers", "torch", "rich", "tomllib"}  # skipped where they are absent
     for path in [*(ROOT / "tmla").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):

@@ -42,7 +42,7 @@ TABLE = {
     "layer": "runtime stages.*",
     "plan": "errors config runtime stages.*",
     "upload": f"{_FILE} runtime stages.*",
-    "weights": f"{_FILE} config requantize plan upload runtime stages.*",
+    "weights": f"{_FILE} config requantize tensor_check plan upload runtime stages.*",
     "state": "config runtime stages.* upload",
     "pretokenizers": "errors",
     "text": "",
@@ -52,14 +52,20 @@ TABLE = {
     "chunk_state": "config runtime stages.*",
     "limits": "errors config memory runtime stages.* plan chunk_state state",
     "prefill": "chunk_state runtime stages.*",
+    "bench_env": "",
+    "bench_result": "bench_env",
+    "bench_facts": "config",
+    "bench_profile": "errors config runtime stages.* bench_result",
     "atomic": "",
     "state_file": "errors gguf_kind atomic",
     "cache_copy": "runtime upload",
     "saved_state": f"{_FILE} config cache_copy state_file",
     "model": f"{_FILE} config runtime stages.* chunk_state layer plan prefill weights upload state tokenizer"
-    " saved_state",
+    " saved_state bench_profile",
     "loading": f"{_FILE} config requantize runtime limits model tokenizer",
     "sampling": "errors",
+    "bench_sampling": "sampling",
+    "bench": "stages.* model bench_facts bench_result",
     "stops": "errors",
     "generate": "errors sampling stops",
     "sandbox": "errors",
@@ -91,6 +97,8 @@ TABLE = {
     "cli_prompt_cache": f"{_FILE} model generate info state_file cli_terminal",
     "cli_run": f"{_FILE} config requantize requantize_report tokenizer loading model sampling stops generate info"
     " cli_terminal cli_prompt_cache",
+    "cli_bench": "errors runtime bench bench_env bench_facts bench_profile bench_result bench_sampling cli_terminal"
+    " cli_run",
     "cli_template": f"{_FILE} requantize tokenizer chat cli_terminal",
     "cli_conversation": "state_file",
     "cli_chat": f"{_FILE} requantize tokenizer model sampling stops generate chat info state_file cli_terminal cli_run"
@@ -98,7 +106,7 @@ TABLE = {
     "cli_perplexity": f"{_FILE} requantize tokenizer perplexity cli_terminal cli_run cli_template",
     "cli_compare": "compare logits_file cli_terminal cli_run",
     "cli": f"{_FILE} config runtime limits loading requantize requantize_report info cli_terminal cli_run cli_check"
-    " cli_chat cli_template cli_completion cli_perplexity cli_compare doctor cli_doctor"
+    " cli_chat cli_template cli_bench cli_completion cli_perplexity cli_compare doctor cli_doctor"
     " .",  # the package itself, for its version
     "__main__": "cli",
 }

@@ -10,12 +10,13 @@ from gguf import quants as gguf_quants
 
 import tmla
 from benchmarks.shapes import ModelShape
+from tests.finite import check_finite
 from tests.gguf_build import Tensor, build, write
 from tests.mixed_types import encode, q4_k_m, write_mixed
 from tests.v2_lite import config, refused, v2_lite
 from tests.variants import VARIANTS
 from tmla import reference, requantize, requantize_report
-from tmla.config import check_finite, check_tensors
+from tmla.config import check_tensors
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf, q8_0_split
 from tmla.tensor_check import REQUANTIZE_TYPES

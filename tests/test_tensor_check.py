@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.finite import check_finite
 from tests.v2_lite import F_E, VOCAB, C, D, E, H, N, R, V, config, refused, tensor, v2_lite, with_keys
 from tests.variants import variant_file
 from tmla import tensor_check
-from tmla.config import check_finite, check_tensors, open_checked
+from tmla.config import check_tensors, open_checked
 from tmla.errors import GGUFError
 from tmla.gguf_file import open_gguf
 

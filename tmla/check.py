@@ -167,9 +167,22 @@ def compare_model(model: Model, tokens: list[int], trace: reference.Trace, notes
         single = np.stack([model.decode(token) for token in tokens])
     except NumericsError:
         whole = single = np.full(trace.logits.shape, np.nan)
-    for what, got in (("logits of prefill", whole), ("logits of decode", single)):
-        results.append(Result(what, where, _deviation(got[:n_same], trace.logits[:n_same]), TOLERANCE_MODEL))
+    for what, got in (
+        ("logits of prefill", whole),
+        ("logits of decode", single),
+        ("logits of a chunk, absorbed", _chunk_logits(model, tokens, expand=False)),
+        ("logits of a chunk, expanded", _chunk_logits(model, tokens, expand=True)),
+    ):
+        n = min(n_same, len(got))
+        results.append(Result(what, where, _deviation(got[:n], trace.logits[:n]), TOLERANCE_MODEL))
     return results
+
+
+def _chunk_logits(model: Model, tokens: list[int], *, expand: bool) -> np.ndarray:
+    """Logits behind as many of the tokens as one chunk takes, however few they are, in one form of attention."""
+    tokens = tokens[: model._prefill.chunk.n_tokens]
+    model._prefill.run(tokens, 0, expand=expand)
+    return np.vstack([*model._prefill.logits(len(tokens))])
 
 
 def _walk(model: Model, tokens: list[int], trace: reference.Trace, notes: list[str]) -> tuple[np.ndarray, int, float]:

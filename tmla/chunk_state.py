@@ -66,18 +66,18 @@ class ChunkAttentionScratch:
     _data_oriented = True
 
     def __init__(self, pool: FieldPool, cfg: MLAConfig, n: int, caps: Caps):
-        h, c = cfg.n_heads, cfg.kv_lora_rank
-        self.top, self.total = pool.field(ti.f32, (n, h)), pool.field(ti.f32, (n, h))
+        h, v = cfg.n_heads, cfg.v_head_dim
+        segment, rows = chunk_attention.SEGMENT, caps.threads * chunk_attention.QUERIES
         if caps.gpu:
-            self.segment = chunk_attention_tiles.segment_rows(n * h)
-            self.p = pool.field(ti.f32, (n * h, self.segment))
-            self.rescale, self.factor = pool.field(ti.f32, (n * h,)), pool.field(ti.f32, (n * h,))
+            segment, rows = chunk_attention_tiles.segment_rows(n * h, h * (cfg.qk_head_dim + v)), n * h
         else:
-            rows = caps.threads * chunk_attention.QUERIES
-            self.keys = pool.field(ti.f32, (1, chunk_attention.SEGMENT * cfg.cache_row_width))
-            self.values = pool.field(ti.f32, (1, chunk_attention.SEGMENT * c))
-            self.p = pool.field(ti.f32, (rows, chunk_attention.SEGMENT))
-            self.rescale, self.factor = pool.field(ti.f32, (rows,)), pool.field(ti.f32, (rows,))
+            self.turned = pool.field(ti.f32, (1, segment * max(cfg.kv_lora_rank, h * v)))
+        self.top, self.total = pool.field(ti.f32, (n, h)), pool.field(ti.f32, (n, h))
+        self.rows = pool.field(ti.f32, (segment, cfg.cache_row_width))
+        self.keys = pool.field(ti.f32, (segment, h * cfg.qk_head_dim))
+        self.values = pool.field(ti.f32, (segment, h * v))
+        self.p = pool.field(ti.f32, (rows, segment))
+        self.rescale, self.factor = pool.field(ti.f32, (rows,)), pool.field(ti.f32, (rows,))
 
 
 class ChunkState:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tmla
-from tmla import cli_compare, cli_perplexity, info, runtime
+from tmla import cli_bench, cli_compare, cli_perplexity, info, runtime
 from tmla import cli_terminal as terminal
 from tmla.doctor import TIMEOUT_S, default_archs
 from tmla.errors import TmlaError
@@ -227,6 +227,10 @@ def _add_measurements(commands: Any) -> None:
     p.add_argument("--logits", required=True, metavar="FILE.npz", help="tokens and logits of the other engine")
     p.add_argument("--max-kl", type=float, metavar="X", help="exit with 1 if the mean KL is above X nats")
     _add_measurement_options(p)
+
+    p = _command(commands, "bench", cli_bench.bench, "measure speed, with llama-bench's columns; or every stage's time")
+    _add_backend(p)
+    cli_bench.add_arguments(p)
 
 
 def _add_measurement_options(p: argparse.ArgumentParser) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from tmla import config_read, rope, tensors
 from tmla.gguf_file import GGUFFile, open_gguf
-from tmla.tensor_check import check_finite, check_tensors
+from tmla.tensor_check import check_tensors
 from tmla.tensors import TensorSpec
 
-__all__ = ["MIN_WEIGHT_SUM", "MLAConfig", "TensorSpec", "check_finite", "check_tensors", "open_checked"]
+__all__ = ["MIN_WEIGHT_SUM", "MLAConfig", "TensorSpec", "check_tensors", "open_checked"]
 
 MIN_WEIGHT_SUM = 1.0e-20  # normalised expert weights are divided by at least this, so that 0/0 is 0 (llama.cpp: 2**-14)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tmla import config, runtime
+from tmla import runtime
 from tmla.errors import BackendError
 from tmla.limits import check_limits, fit_n_ctx
 from tmla.model import Model, Progress, log
@@ -75,7 +75,6 @@ def load(
     gf, cfg = open_checked(os.fspath(path), overrides=overrides, requantize=requantize)
     try:
         tokenizer = Tokenizer.from_gguf(gf)
-        config.check_finite(gf, cfg)
         caps = runtime.init(arch, threads=threads)
         check_limits(gf.name, cfg, caps)
         model = Model(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import taichi as ti
 
-from tmla import chunk_state, config, layer, prefill, runtime, state, weights
+from tmla import bench_profile, chunk_state, config, layer, prefill, runtime, state, weights
 from tmla.errors import ContextError, NumericsError
 from tmla.gguf_file import GGUFFile
 from tmla.plan import make_plan
@@ -221,6 +221,12 @@ class Model(KeepsTokens):
         if not 0 <= n_past <= self.n_past:
             raise ContextError(f"cannot rewind to {n_past}: the cache holds {self.n_past} positions")
         self.n_past = n_past
+
+    def profile(self, n_tokens: int = 5) -> bench_profile.Profile:
+        """Time each stage of a token at :attr:`n_past`, as :func:`tmla.bench_profile.profile` says; nothing is kept."""
+        self._check([0])
+        banks = (self._globals, self.attention_banks, self.ffn_banks)
+        return bench_profile.profile(self.config, self._steps, banks, self._state, self.n_past, n_tokens)
 
     def _check(self, tokens: list[int]) -> None:
         if not tokens:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tmla.chunk_state import LOGIT_ROWS, MIN_TOKENS, ChunkState
 from tmla.runtime import counter
-from tmla.stages import chunk_attention, ffn_rows, head_rows, matmul, route_rows, rows
+from tmla.stages import chunk_attention, ffn_rows, matmul, route_rows, rows
 
 
 def split(n: int, largest: int) -> list[int]:
@@ -25,8 +25,8 @@ def split(n: int, largest: int) -> list[int]:
     return [*sizes, rest] if rest >= MIN_TOKENS else sizes
 
 
-def attention_rows(w: Any, i: int, c: ChunkState, s: Any, pos0: int, n: int) -> None:
-    """MLA block of layer `i` for a chunk: ``x += W_o attention(norm(x))``."""
+def attention_rows(w: Any, i: int, c: ChunkState, s: Any, pos0: int, n: int, expand: bool | None = None) -> None:
+    """MLA block of layer `i` for a chunk: ``x += W_o attention(norm(x))``; `expand` as for ``attend_rows``."""
     lay = i - w.first
     rows.norm_rows(c.x, w.attn_norm, lay, n, w.eps, c.xn)
     matmul.matmul_q8(w.proj_q, w.proj_d, lay, c.xn, n, c.strip, c.proj)
@@ -35,9 +35,7 @@ def attention_rows(w: Any, i: int, c: ChunkState, s: Any, pos0: int, n: int) -> 
         matmul.matmul_q8(w.q_b_q, w.q_b_d, lay, c.q_low, n, c.strip, c.q)
     rows.cache_rows(w, lay, c.proj, s.rope, pos0, n)
     rows.turn_queries(w, c.q, s.rope, s.scale, pos0, n)
-    head_rows.absorb_rows(w, lay, c.q, n, c.strip, c.qa)
-    chunk_attention.attend_rows(w, lay, c.qa, pos0, n, c.attn, c.mix)
-    head_rows.value_rows(w, lay, c.mix, n, c.strip, c.o)
+    chunk_attention.attend_rows(w, lay, c.q, pos0, n, c.strip, c.attn, c.qa, c.mix, c.o, expand=expand)
     matmul.matmul_q8(w.attn_out_q, w.attn_out_d, lay, c.o, n, c.strip, c.x, scale=w.residual_scale, add=True)
 
 
@@ -65,15 +63,19 @@ class Prefill:
         self._attention = [b for b in attention_banks for _ in range(b.n)]
         self._ffn = [b for b in ffn_banks for _ in range(b.n)]
 
-    def run(self, tokens: list[int], pos0: int) -> None:
-        """Take up to ``chunk.n_tokens`` tokens through all layers; their residuals are left in ``chunk.x``."""
+    def run(self, tokens: list[int], pos0: int, *, expand: bool | None = None) -> None:
+        """Take up to ``chunk.n_tokens`` tokens through all layers; their residuals are left in ``chunk.x``.
+
+        `expand` chooses the form of attention (:func:`tmla.stages.chunk_attention.attend_rows`); by itself the chunk
+        takes the one that needs fewer operations.
+        """
         c, n = self.chunk, len(tokens)
         padded = np.zeros(c.n_tokens, np.int32)
         padded[:n] = tokens
         c.tokens.from_numpy(padded)
         rows.embed_rows(self._g.embd_q, self._g.embd_d, c.tokens, n, self._g.embd_scale, c.x)
         for i, (a, f) in enumerate(zip(self._attention, self._ffn)):
-            attention_rows(a, i, c, self._s, pos0, n)
+            attention_rows(a, i, c, self._s, pos0, n, expand)
             network_rows(f, i, c, self._s, n)
         counter.launches += 1
 

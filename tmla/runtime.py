@@ -15,6 +15,7 @@ from tmla.errors import BackendError
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
 MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
+PROFILED = ("cuda", "vulkan", "cpu")  # Taichi 1.7.4's kernel profiler records nothing on Metal
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class Caps:
         CPU threads that share a loop; 1 on GPUs.
     max_buffer : int or None
         Bytes of one buffer that the device promises to reach; None where it cannot be asked (all but Vulkan).
+    profiler : bool
+        Taichi records the device time of every dispatch.
     """
 
     arch: str
@@ -49,6 +52,7 @@ class Caps:
     debug: bool
     threads: int = 1
     max_buffer: int | None = None
+    profiler: bool = False
 
     @property
     def gpu(self) -> bool:
@@ -105,7 +109,9 @@ def default_arch() -> str:
     return "metal" if sys.platform == "darwin" else "cpu"
 
 
-def init(arch: str | None = None, *, threads: int | None = None, debug: bool | None = None) -> Caps:
+def init(
+    arch: str | None = None, *, threads: int | None = None, debug: bool | None = None, profiler: bool = False
+) -> Caps:
     """Start Taichi once per process; a second call with the same backend returns what runs already.
 
     Parameters
@@ -116,18 +122,25 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
         CPU threads; default all cores. Only the first call of a process can set it.
     debug : bool, optional
         Check bounds of field accesses (slow). Default: the environment variable ``TMLA_DEBUG``.
+    profiler : bool
+        Record the device time of every dispatch, for :meth:`tmla.model.Model.profile`; one of :data:`PROFILED` only.
+        Records are kept until they are cleared, so not for long runs.
 
     Raises
     ------
     BackendError
         The backend is unknown or not available (Taichi itself would run on CPU instead), or another one runs already:
-        Taichi has one runtime per process.
+        Taichi has one runtime per process. So is a profiler that is asked for too late, or where there is none.
     """
     global _caps
     arch = arch or default_arch()
     if arch not in ARCHS:
         raise BackendError(f"arch {arch!r} is unknown; expected one of {', '.join(ARCHS)}")
+    if profiler and arch not in PROFILED:
+        raise BackendError(f"Taichi's kernel profiler records nothing on {arch!r}, only on {', '.join(PROFILED)}")
     if _caps is not None:
+        if profiler and not _caps.profiler:
+            raise BackendError("the backend runs already, without its profiler; ask for it first in a new process")
         if _caps.arch != arch:
             raise BackendError(
                 f"arch {arch!r} was asked for, but this process already runs {_caps.arch!r} and Taichi has one runtime "
@@ -135,7 +148,9 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
             )
         return _caps
     debug = debug if debug is not None else os.environ.get("TMLA_DEBUG", "0") not in ("", "0")
-    options = {"debug": debug, "log_level": ti.ERROR}
+    options = {"debug": debug, "log_level": ti.ERROR, "kernel_profiler": profiler}
+    if profiler:
+        options["offline_cache"] = False  # its key does not tell kernels with the profiler's calls from those without
     if threads is not None:
         options["cpu_max_num_threads"] = threads
     with _quiet():
@@ -144,7 +159,7 @@ def init(arch: str | None = None, *, threads: int | None = None, debug: bool | N
     if got != getattr(ti, arch) and not (arch == "cpu" and got in (ti.x64, ti.arm64)):
         ti.reset()
         _unavailable(arch, f" (Taichi ran on {ti._lib.core.arch_name(got)!r} instead)")
-    _caps = _probe(arch, debug)
+    _caps = dataclasses.replace(_probe(arch, debug), profiler=profiler)
     log.info("backend %s: lanes %d (%s), quants in %s", arch, _caps.lanes, _caps.lane_ops, _caps.layout)
     return _caps
 

@@ -1,7 +1,7 @@
 """Whether a file's tensors fit a configuration: type, presence, shape, tiling, and that scales and norms are finite."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -137,34 +137,14 @@ def _refuse_shape(gf, cfg, name, spec):
     )
 
 
-def check_finite(gf, cfg, *, progress: Callable[[int, int], object] | None = None) -> None:
-    """Look at every Q8_0 scale and every norm, router and bias value that decoding reads: streams over the whole file.
-
-    Parameters
-    ----------
-    gf : GGUFFile
-        Passed by :func:`check_tensors`.
-    cfg : MLAConfig
-    progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` after each tensor.
+def check_finite_tensor(gf, name):
+    """Look at the block scales of a Q8_0 tensor, or at every value of an F32, F16 or BF16 one, before it is loaded.
 
     Raises
     ------
     GGUFError
-        Names the first tensor with a value that is NaN or infinite, and its row and block, or index.
+        Names the tensor and the first value that is NaN or infinite, by row and block, or by index.
     """
-    specs = expected_tensors(cfg)
-    done, total = 0, sum(gf.tensors[name].n_bytes for name in specs)
-    for name, spec in specs.items():
-        if spec.kind == "vector" or gf.tensors[name].type == "Q8_0":  # tmla.requantize looks at what it converts
-            check_finite_tensor(gf, name)
-        done += gf.tensors[name].n_bytes
-        if progress is not None:
-            progress(done, total)
-
-
-def check_finite_tensor(gf, name):
-    """Check the block scales of a Q8_0 tensor, else the values of an F32, F16 or BF16 one. Raises GGUFError."""
     info = gf.tensors[name]
     if info.type == "Q8_0":
         block = first_nonfinite_block(gf.raw(name))

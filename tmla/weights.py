@@ -10,6 +10,7 @@ from tmla.runtime import FieldPool
 from tmla.stages.cache_row import cache_numpy
 from tmla.stages.ffn_warps import segment_size
 from tmla.stages.router import Routing
+from tmla.tensor_check import check_finite_tensor
 from tmla.upload import Writer
 
 
@@ -110,6 +111,11 @@ def load_weights(gf, banks, writer: Writer, progress=None) -> None:
     writer : Writer
     progress : callable, optional
         Called with (done_bytes, total_bytes) after each tensor; bytes in the file.
+
+    Raises
+    ------
+    GGUFError
+        A scale, norm, router or bias is NaN or infinite: named, before its tensor is copied.
     """
 
     def tensors():
@@ -124,6 +130,8 @@ def load_weights(gf, banks, writer: Writer, progress=None) -> None:
 
     total, done = sum(gf.tensors[t[-1]].n_bytes for t in tensors()), 0
     for bank, layer, name, role, row0, source in tensors():
+        if not role.q8 or gf.tensors[source].type == "Q8_0":  # tmla.requantize looks at what it converts
+            check_finite_tensor(gf, source)
         if role.q8:
             w_q, w_d = getattr(bank, name + "_q"), getattr(bank, name + "_d")
             blocks = gf.q8_0_blocks(source)

@@ -13,8 +13,9 @@ TABLE = pytest.StashKey[list]()
 class Exports:
     """Exported cases: their folders, their gate reports, and their runs, which have begun before a test asks."""
 
-    def __init__(self, folder, wanted):
+    def __init__(self, folder, names, wanted):
         self.folder = folder
+        self.names = names
         self.reports = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         self._runs = {key: self._pool.submit(run.check, self.case(key[0]), key[1]) for key in wanted}
@@ -40,7 +41,7 @@ def _exported(request, tmp_path_factory, registry, fixture):
     parameters = [item.callspec.params for item in items]
     names = {case.name for case in registry if any(p["name"] == case.name for p in parameters)}
     export.export([case for case in registry if case.name in names], folder)
-    return Exports(folder, [(p["name"], p["mode"]) for p in parameters if "mode" in p])
+    return Exports(folder, names, [(p["name"], p["mode"]) for p in parameters if "mode" in p])
 
 
 @pytest.fixture(scope="session")

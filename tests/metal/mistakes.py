@@ -159,6 +159,16 @@ def barrier_divergent(x: ti.template(), y: ti.template()):
 
 
 @ti.kernel
+def barrier_between_turns_missing(x: ti.template(), y: ti.template(), n: ti.i32):
+    ti.loop_config(block_dim=64)
+    for i in range(n * 64):  # of an end like this, a threadgroup may take several turns
+        s = ti.simt.block.SharedArray((64,), ti.f32)
+        s[i & 63] = x[i]
+        ti.simt.block.sync()
+        y[i] = s[63 - (i & 63)]
+
+
+@ti.kernel
 def lanes_divergent(x: ti.template(), y: ti.template()):
     for i in range(N):
         if x[i] > 1.0:
@@ -185,6 +195,12 @@ def build(kernel, expect=X, call=None):
         return Built(call=lambda: kernel(x, y), inputs={x: X}, expected={y: Expect(expect)})
 
     return built
+
+
+def build_turns():
+    x, y = tree(ti.f32, N), tree(ti.f32, N)
+    expected = {y: Expect(X.reshape(-1, 64)[:, ::-1].reshape(-1))}
+    return Built(lambda: barrier_between_turns_missing(x, y, N // 64), {x: X}, expected)
 
 
 class Rows:
@@ -233,6 +249,7 @@ REFUSED = [
 WRONG = [
     ("barrier_missing", build(barrier_missing, REVERSED), "without a barrier between"),
     ("barrier_one_missing", build(barrier_one_missing, 3 * REVERSED), "without a barrier between"),
+    ("barrier_between_turns_missing", build_turns, "without a barrier between"),
     ("through_device_memory", build(through_device_memory), "in the same dispatch"),
     ("barrier_divergent", build(barrier_divergent), "finished"),
     ("lanes_divergent", build(lanes_divergent), "divergent"),

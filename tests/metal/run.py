@@ -26,6 +26,7 @@ class Mode:
     name: str
     flags: tuple[str, ...]
     orders: tuple[str, ...]  # of threads and threadgroups
+    max_groups: int | None = None  # of a loop whose end only the device knows; None: as many as Metal starts
 
 
 _SANITIZE = "-fsanitize=shift-exponent,integer-divide-by-zero,float-cast-overflow"
@@ -33,6 +34,7 @@ EXACT = Mode(
     "exact",
     ("-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", _SANITIZE, "-fno-sanitize-recover=all"),
     ("forward", "reversed"),
+    max_groups=2,  # so that a threadgroup takes several turns of its loop, as it does in a large chunk of tokens
 )
 # Taichi lets Metal compile with its default, fast math: infinities and NaN count for nothing, sums are reordered,
 # and subnormal floats are flushed.
@@ -100,7 +102,7 @@ def build(folder, case, array_bytes, mode):
         sizes[f"args_{i}"] = len(packed)
         (work / f"args_{i}.bin").write_bytes(packed)
         for task in kernel["tasks_attribs"]:
-            rows.append(_task_row(task, wrappers[task["name"]], i, used, listed))
+            rows.append(_task_row(task, wrappers[task["name"]], i, used, listed, mode.max_groups))
     tables = [
         *listed.values(),
         _array("Root", "shim_roots", [f'{{"{name}", {sizes[name]}u}}' for name in sorted(used)]),
@@ -122,8 +124,9 @@ def _array(kind, name, rows):
     )
 
 
-def _task_row(task, space, launch, used, listed):
-    """One dispatch for the driver, sized as GfxRuntime::launch_kernel does; notes the buffers that it needs."""
+def _task_row(task, space, launch, used, listed, max_groups):
+    """One dispatch for the driver, sized as GfxRuntime::launch_kernel does, or smaller where the kernel allows any
+    size; notes the buffers that it needs."""
     bindings = []
     for bind in task["buffer_binds"]:
         kind, index = BUFFER_TYPES[bind["buffer"]["type"]], bind["buffer"]["root_id"][0]
@@ -141,6 +144,9 @@ def _task_row(task, space, launch, used, listed):
     listed[name] = f"static const metal_shim::Binding {name}[] = {{{', '.join(bindings)}}};"
     size = task["advisory_num_threads_per_group"]
     groups = -(-task["advisory_total_num_threads"] // size)
+    span = task.get("range_for_attribs")
+    if max_groups and span and not (span["const_begin"] and span["const_end"]):
+        groups = min(groups, max_groups)
     return f'{{"{task["name"]}", {space}::run, {size}, {groups}, {len(bindings)}, {name}}}'
 
 

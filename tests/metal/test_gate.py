@@ -1,7 +1,13 @@
 """Every kernel passes the gate, and each mistake that Metal would not forgive makes it refuse."""
 
+import ast
+import pathlib
+import re
+
 import numpy as np
 import pytest
+
+import tmla
 
 from . import cases, export, gate, mistakes, samples, spirv, tools
 
@@ -18,6 +24,30 @@ def test_samples_pass(exported_samples, name):
 @pytest.mark.parametrize("name", [case.name for case in cases.CASES])
 def test_package_passes(exported_package, name):
     assert not _refusals(exported_package.check(name))
+
+
+# Kernels of stages that run on CPUs alone and are not called `..._loop`.
+CPU_KERNELS = {"_attend_segment", "_attention", "_join_and_combine", "_spread_segment"}
+
+
+def gpu_kernels(folder):
+    """Names of the ``@ti.kernel`` functions in a folder's files that GPUs run."""
+    return {
+        function.name
+        for path in folder.glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and any(ast.unparse(d) == "ti.kernel" for d in function.decorator_list)
+        if not function.name.endswith("_loop") and function.name not in CPU_KERNELS
+    }
+
+
+def test_every_kernel_has_a_case(exported_package):
+    """Every stage that is written for a GPU is proven."""
+    if lacks := {case.name for case in cases.CASES} - exported_package.names:
+        pytest.skip(f"only with all cases: {len(lacks)} are not selected")
+    tasks = [r.task for name in exported_package.names for r in exported_package.check(name)]
+    exported = {re.sub(r"_c\d+_\d+_\d+_t\d+$", "", task) for task in tasks}
+    assert gpu_kernels(pathlib.Path(tmla.__file__).parent / "stages") - exported == set()
 
 
 @pytest.mark.parametrize(("name", "words"), [(name, words) for name, _, words in mistakes.REFUSED])

@@ -1,8 +1,8 @@
-"""Causal MQA attention of a chunk of tokens on a GPU: scores, weights, values, three dispatches a context segment.
+"""Causal attention of a chunk of tokens on a GPU, absorbed: scores, weights, values, three dispatches a segment.
 
 A *query* is one head of one token, number ``t H + h``: all share the cached rows, so both products are plain matrix
-products (:mod:`tmla.stages.tile`): queries times keys, then weights times latents. Tiles that no query of theirs may see
-are left out. Between segments goes an online softmax, one group of lanes a query.
+products (:mod:`tmla.stages.tile`): queries times keys, then weights times latents. Tiles that none of their queries may
+see are left out. Between segments goes an online softmax, one group of lanes a query.
 """
 
 import taichi as ti
@@ -28,13 +28,15 @@ from tmla.stages.tile import (
 SCORE_BYTES = 64 << 20  # of a chunk's scores of one segment
 
 
-def segment_rows(n_queries: int) -> int:
-    """Cached rows of a segment, for as many queries."""
-    return max(1, min(16, SCORE_BYTES // (4 * n_queries * 256))) * 256
+def segment_rows(n_queries: int, expanded_width: int) -> int:
+    """Cached rows of a segment: as many as SCORE_BYTES hold scores of, or expanded keys and values of."""
+    return max(1, min(16, SCORE_BYTES // (4 * max(n_queries, expanded_width) * 256))) * 256
 
 
 @ti.func
-def _fetch_queries(v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid):
+def _fetch_queries(
+    v: ti.template(), qa: ti.template(), n_heads: ti.template(), qw: ti.template(), ma, mb, k0, n_in, tid
+):
     for i in ti.static(range(4)):
         k = k0 + (tid & 7) * 4 + i
         v[i], v[4 + i] = 0.0, 0.0
@@ -62,7 +64,14 @@ def _put_keys(ws: ti.template(), kw: ti.template(), w: ti.template(), tid):
 
 @ti.kernel
 def _score_tiles(
-    w: ti.template(), lay: ti.i32, qa: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, p: ti.template()
+    w: ti.template(),
+    lay: ti.i32,
+    qa: ti.template(),
+    pos0: ti.i32,
+    n: ti.i32,
+    r0: ti.i32,
+    n_rows: ti.i32,
+    p: ti.template(),
 ):
     """p[m, r] = query m . cached row r0 + r."""
     n_heads, qw = ti.static(w.n_heads, qa.shape[1] // w.n_heads)
@@ -99,9 +108,7 @@ def _score_tiles(
 
 
 @ti.kernel
-def _weight_rows(
-    w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, first: ti.i32, a: ti.template()
-):
+def weight_rows(w: ti.template(), pos0: ti.i32, n: ti.i32, r0: ti.i32, n_rows: ti.i32, first: ti.i32, a: ti.template()):
     """Scores to weights, 0 for what a query must not see; its maximum, sum, rescale and final factor."""
     n_heads, wd = ti.static(w.n_heads, width())
     ti.loop_config(block_dim=BLOCK)
@@ -114,7 +121,7 @@ def _weight_rows(
             own = pos0 + t - r0  # place of its own row in the segment
             n_seen = ti.max(0, ti.min(n_rows, own + 1))
             top, total = NEG_INF, 0.0
-            if first == 0:
+            if first == 0 and lane == 0:  # the lane that writes them: on Metal no barrier orders buffers
                 top, total = a.top[t, h], a.total[t, h]
             best = top
             for k in range((n_seen + (wd - 1)) // wd):
@@ -131,9 +138,10 @@ def _weight_rows(
                 s += e
                 if r < a.p.shape[1]:
                     a.p[m, r] = e
-            rescale = ti.exp(top - best)
-            total = total * rescale + lane_sum(s)
+            new = lane_sum(s)
             if lane == 0:
+                rescale = ti.exp(top - best)
+                total = total * rescale + new
                 a.top[t, h] = best
                 a.total[t, h] = total
                 a.rescale[m] = rescale
@@ -142,7 +150,7 @@ def _weight_rows(
 
 @ti.func
 def _fetch_latents(lw: ti.template(), w: ti.template(), lay, r0, last, k0, col0, tid):
-    """Four values each of four rows: thread ``32 k + q`` has columns ``col0 + 4 q`` of rows k, k + 8, k + 16, k + 24."""
+    """Four values each of four rows: thread ``32 k + q`` has columns ``col0 + 4 q`` of rows k, k + 8 and so on."""
     word = ti.min(col0 // 4 + (tid & 31), ti.static(w.n_latent // 4 - 1))
     for s in ti.static(range(4)):
         row = ti.min(k0 + (tid >> 5) + 8 * s, last)  # behind the end weights are 0
@@ -214,12 +222,11 @@ def _value_tiles(
                             mix[t, at] = s * a.factor[m]
 
 
-def attend_rows_simt(w, lay, qa, pos0, n, a, mix):
-    """As :func:`tmla.stages.chunk_attention.attend_rows`; scratch: ``p`` [T H, segment], ``rescale``, ``factor`` [T H],
-    ``top``, ``total`` [T, H]."""
-    segment = a.p.shape[1]
-    for r0 in range(0, pos0 + n, segment):
-        n_rows = min(segment, pos0 + n - r0)
-        _score_tiles(w, lay, qa, pos0, n, r0, n_rows, a.p)
-        _weight_rows(w, pos0, n, r0, n_rows, int(r0 == 0), a)
-        _value_tiles(w, lay, pos0, n, r0, n_rows, int(r0 == 0), a, mix)
+def absorbed_segment_simt(w, lay, qa, pos0, n, r0, n_rows, a, mix):
+    """One segment of :func:`tmla.stages.chunk_attention.attend_rows`, absorbed.
+
+    Scratch: ``p`` [T H, segment], ``rescale``, ``factor`` [T H], ``top``, ``total`` [T, H].
+    """
+    _score_tiles(w, lay, qa, pos0, n, r0, n_rows, a.p)
+    weight_rows(w, pos0, n, r0, n_rows, int(r0 == 0), a)
+    _value_tiles(w, lay, pos0, n, r0, n_rows, int(r0 == 0), a, mix)

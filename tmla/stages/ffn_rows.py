@@ -52,7 +52,7 @@ def _activate_strip(
             t0, t1, t2 = g.order[p0] // w.n_used, g.order[p1] // w.n_used, g.order[p2] // w.n_used
             w0, w1, w2 = g.weight[g.order[p0]], g.weight[g.order[p1]], g.weight[g.order[p2]]
         for r in range(n_rows):
-            v = dots(strip, slot, r * n_in, (half + r) * n_in, x, t0, t1, t2, 0, n_in)
+            v = dots(strip, slot, r * n_in, slot, (half + r) * n_in, x, t0, t1, t2, 0, n_in)
             hidden[p0, f0 + r] = w0 * _activation(w, v[0], v[1])
             hidden[p1, f0 + r] = w1 * _activation(w, v[2], v[3])
             hidden[p2, f0 + r] = w2 * _activation(w, v[4], v[5])

@@ -95,7 +95,9 @@ def _up_tiles(
 
 
 @ti.kernel
-def _down_tiles(w: ti.template(), lay: ti.i32, hidden: ti.template(), n_tiles: ti.i32, g: ti.template(), out: ti.template()):
+def _down_tiles(
+    w: ti.template(), lay: ti.i32, hidden: ti.template(), n_tiles: ti.i32, g: ti.template(), out: ti.template()
+):
     """One row a pair: out[p] = W_down[e] @ hidden[p]."""
     n_out, n_in = ti.static(out.shape[1], w.down_exps_d.shape[2] * 32)
     ti.loop_config(block_dim=BLOCK)

@@ -1,9 +1,18 @@
-"""Absorb and v-combine for a chunk of tokens: each head's matrix times the chunk's rows (CPU).
+"""A head's matrix times many rows, for all heads: absorb, v-combine and expansion of a chunk of tokens (CPU).
 
-The matrices and their two layouts are those of :mod:`tmla.stages.absorb` and :mod:`tmla.stages.v_combine`; what is new
-is that a thread turns 32 rows of a head into f32 once and multiplies all tokens by them. An unsplit key matrix lies
-across: its rows are the sum's index, so they are turned on their way into scratch. :mod:`tmla.stages.head_tiles` is the
-GPU's.
+The matrices and their two layouts are those of :mod:`tmla.stages.absorb` and :mod:`tmla.stages.v_combine`. Four uses:
+
+====================  ================  ==================  ==============  ==============
+use                   sum over          unsplit             split           rows multiplied
+====================  ================  ==================  ==============  ==============
+absorb                nope              key rows, across    ``k_b``         queries
+v-combine             latent            value rows          ``v_b``         latent mixes
+expand keys           latent            key rows            ``k_b`` across  cached latents
+expand values         latent            value rows          ``v_b``         cached latents
+====================  ================  ==================  ==============  ==============
+
+*Across*: the matrix's rows are the sum's index, and are turned on their way into scratch.
+:mod:`tmla.stages.head_tiles` is the GPU's.
 """
 
 import numpy as np
@@ -11,80 +20,78 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.absorb import w_uk_ref
-from tmla.stages.head_tiles import absorb_rows_simt, value_rows_simt
+from tmla.stages.head_tiles import copy_pe, head_matmul_simt
 from tmla.stages.linear import Q8_BLOCK, q8_value
 from tmla.stages.matmul import fill_row, strip_times_rows
 from tmla.stages.threads import SPREAD, share, slots
 from tmla.stages.v_combine import v_combine_ref
 
-ROWS = 32  # rows of a head in a strip
-
-
-@ti.func
-def _fill_keys(w: ti.template(), lay, h, c0, strip: ti.template(), slot):
-    """strip[slot, r N + n] = w_uk[h, n, c0 + r] for the 32 latent values from c0 on."""
-    if ti.static(w.split):
-        for r in range(ROWS):
-            fill_row(w.k_q, w.k_d, lay, h * w.n_latent + c0 + r, strip, slot, r * w.n_nope)
-    else:
-        for n in range(w.n_nope):
-            row = h * (w.n_nope + w.n_v) + n
-            d = ti.cast(w.k_d[lay, row, c0 // Q8_BLOCK], ti.f32)
-            for r in range(ROWS):
-                strip[slot, r * w.n_nope + n] = d * q8_value(w.k_q, lay, row, c0 + r)
+ROWS = 32  # outputs of a head in a strip
 
 
 @ti.kernel
-def _absorb_rows_loop(
-    w: ti.template(), lay: ti.i32, q: ti.template(), n: ti.i32, strip: ti.template(), qa: ti.template()
+def _head_rows_loop(
+    w_q: ti.template(),
+    w_d: ti.template(),
+    lay: ti.i32,
+    across: ti.template(),
+    n_heads: ti.template(),
+    n_out: ti.template(),
+    n_in: ti.template(),
+    stride: ti.template(),
+    offset: ti.template(),
+    x: ti.template(),
+    x_stride: ti.template(),
+    n: ti.i32,
+    strip: ti.template(),
+    y: ti.template(),
+    y_stride: ti.template(),
 ):
-    per_head, width = ti.static(w.n_latent // ROWS, qa.shape[1] // w.n_heads)
+    per_head = ti.static(-(-n_out // ROWS))
     for i in range(ti.static(slots() * SPREAD)):
         if i % SPREAD == 0:
-            span = share(i, w.n_heads * per_head)
+            span = share(i, n_heads * per_head)
             for u in range(span[0], span[1]):
                 h = u // per_head
-                c0 = (u - h * per_head) * ROWS
-                _fill_keys(w, lay, h, c0, strip, i // SPREAD)
-                x0, o0 = h * (w.n_nope + w.n_rope), h * width + c0
-                strip_times_rows(strip, i // SPREAD, ROWS, q, 0, n, x0, w.n_nope, 1.0, False, qa, o0)
-
-
-@ti.kernel
-def _copy_pe_loop(w: ti.template(), q: ti.template(), n: ti.i32, qa: ti.template()):
-    width = ti.static(qa.shape[1] // w.n_heads)
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, n)
-            for t in range(span[0], span[1]):
-                for h in range(w.n_heads):
-                    for r in range(w.n_rope):
-                        qa[t, h * width + w.n_latent + r] = q[t, h * (w.n_nope + w.n_rope) + w.n_nope + r]
-
-
-@ti.kernel
-def _value_rows_loop(
-    w: ti.template(), lay: ti.i32, mix: ti.template(), n: ti.i32, strip: ti.template(), o: ti.template()
-):
-    per_head = ti.static(-(-w.n_v // ROWS))
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, w.n_heads * per_head)
-            for u in range(span[0], span[1]):
-                h = u // per_head
-                v0 = (u - h * per_head) * ROWS
-                n_rows = ti.min(ROWS, w.n_v - v0)
-                for r in range(n_rows):
-                    fill_row(
-                        w.v_q, w.v_d, lay, h * w.v_stride + w.v_offset + v0 + r, strip, i // SPREAD, r * w.n_latent
-                    )
-                x0, o0 = h * w.n_latent, h * w.n_v + v0
-                strip_times_rows(strip, i // SPREAD, n_rows, mix, 0, n, x0, w.n_latent, 1.0, False, o, o0)
+                o0 = (u - h * per_head) * ROWS
+                n_rows = ti.min(ROWS, n_out - o0)
+                if ti.static(across):
+                    for k in range(n_in):
+                        row = h * stride + offset + k
+                        d = ti.cast(w_d[lay, row, o0 // Q8_BLOCK], ti.f32)
+                        for r in range(n_rows):
+                            strip[i // SPREAD, r * n_in + k] = d * q8_value(w_q, lay, row, o0 + r)
+                else:
+                    for r in range(n_rows):
+                        fill_row(w_q, w_d, lay, h * stride + offset + o0 + r, strip, i // SPREAD, r * n_in)
+                x0, y0 = h * x_stride, h * y_stride + o0
+                strip_times_rows(strip, i // SPREAD, n_rows, x, 0, n, x0, n_in, 1.0, False, y, y0)
 
 
 def strip_len(n_nope: int, n_latent: int) -> int:
     """f32 of scratch that one thread needs here."""
     return ROWS * max(n_nope, n_latent)
+
+
+def head_matmul(w_q, w_d, lay, across, n_heads, n_out, n_in, stride, offset, x, x_stride, n, strip, y, y_stride):
+    """``y[t, h y_stride + o] = sum over k of M_h[o, k] x[t, h x_stride + k]`` for `n` rows and all heads.
+
+    Parameters
+    ----------
+    w_q, w_d : ti.Field
+        Q8_0 matrix of all heads. M_h[o] is row ``h * stride + offset + o``; `across`, that row is instead M_h[:, o].
+    lay : int
+    n_heads, n_out, n_in, stride, offset, x_stride, y_stride : int
+        Compile-time numbers.
+    x, y : ti.Field, f32 [>= n, ...]
+    strip : ti.Field, f32 [threads, >= strip_len(N, C)]
+        CPU: scratch.
+    """
+    shape = (across, n_heads, n_out, n_in, stride, offset)
+    if runtime.caps().gpu:
+        head_matmul_simt(w_q, w_d, lay, *shape, x, x_stride, n, y, y_stride)
+    else:
+        _head_rows_loop(w_q, w_d, lay, *shape, x, x_stride, n, strip, y, y_stride)
 
 
 def absorb_rows(w, lay, q, n, strip, qa):
@@ -106,22 +113,45 @@ def absorb_rows(w, lay, q, n, strip, qa):
     -----
     ``2 H N C n`` operations. Reference: :func:`absorb_rows_ref`.
     """
-    if runtime.caps().gpu:
-        absorb_rows_simt(w, lay, q, n, qa)
-    else:
-        _absorb_rows_loop(w, lay, q, n, strip, qa)
-        _copy_pe_loop(w, q, n, qa)
+    stride, width = w.n_latent if w.split else w.n_nope + w.n_v, qa.shape[1] // w.n_heads
+    shape = (not w.split, w.n_heads, w.n_latent, w.n_nope, stride, 0)
+    head_matmul(w.k_q, w.k_d, lay, *shape, q, w.n_nope + w.n_rope, n, strip, qa, width)
+    copy_pe(q, w.n_nope + w.n_rope, w.n_nope, n, qa, width, w.n_latent, w.n_heads, w.n_rope)
 
 
 def value_rows(w, lay, mix, n, strip, o):
     """``o[t, h V + v] = w_uv[h, v] . mix[t, h C :]`` of `n` tokens: f32 [T, H * C] -> f32 [T, H * V].
 
-    Reference: :func:`value_rows_ref`.
+    ``2 H V C n`` operations. Reference: :func:`value_rows_ref`.
     """
-    if runtime.caps().gpu:
-        value_rows_simt(w, lay, mix, n, o)
-    else:
-        _value_rows_loop(w, lay, mix, n, strip, o)
+    shape = (False, w.n_heads, w.n_v, w.n_latent, w.v_stride, w.v_offset)
+    head_matmul(w.v_q, w.v_d, lay, *shape, mix, w.n_latent, n, strip, o, w.n_v)
+
+
+def expand_rows(w, lay, latents, n, strip, keys, values):
+    """Keys and values of every head from `n` cached rows.
+
+    Parameters
+    ----------
+    w : AttentionBank
+    lay : int
+    latents : ti.Field, f32 [S, C + R]
+        Cached rows.
+    n : int
+    keys : ti.Field, f32 [S, H * (N + R)]
+        Takes ``[k_nope ; k_pe]`` of each head.
+    values : ti.Field, f32 [S, H * V]
+
+    Notes
+    -----
+    ``2 H (N + V) C n`` operations. Reference: :func:`expand_rows_ref`.
+    """
+    stride, width = w.n_latent if w.split else w.n_nope + w.n_v, w.n_nope + w.n_rope
+    shape = (w.split, w.n_heads, w.n_nope, w.n_latent, stride, 0)
+    head_matmul(w.k_q, w.k_d, lay, *shape, latents, 0, n, strip, keys, width)
+    shape = (False, w.n_heads, w.n_v, w.n_latent, w.v_stride, w.v_offset)
+    head_matmul(w.v_q, w.v_d, lay, *shape, latents, 0, n, strip, values, w.n_v)
+    copy_pe(latents, 0, w.n_latent, n, keys, width, w.n_nope, w.n_heads, w.n_rope)
 
 
 def absorb_rows_ref(w_q, w_d, q, n_nope, n_v, *, split):
@@ -134,3 +164,14 @@ def absorb_rows_ref(w_q, w_d, q, n_nope, n_v, *, split):
 def value_rows_ref(w_q, w_d, stride, offset, n_v, mix):
     """NumPy reference for one layer: mix [T, H, C] -> float64 [T, H * V]."""
     return np.stack([v_combine_ref(w_q, w_d, stride, offset, n_v, m) for m in mix])
+
+
+def expand_rows_ref(w_q, w_d, rows, n_heads, n_nope, n_v, *, split):
+    """NumPy reference of the keys for one layer: cached rows [S, C + R] -> float64 [S, H, N + R].
+
+    The values are :func:`value_rows_ref` of the same latents for every head.
+    """
+    rows, w_uk = rows.astype(np.float64), w_uk_ref(w_q, w_d, n_heads, n_nope, n_v, split=split)
+    n_latent = w_uk.shape[2]
+    pe = np.broadcast_to(rows[:, None, n_latent:], (len(rows), n_heads, rows.shape[1] - n_latent))
+    return np.concatenate([np.einsum("sc,hnc->shn", rows[:, :n_latent], w_uk), pe], axis=2)

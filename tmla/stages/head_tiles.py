@@ -1,4 +1,4 @@
-"""Absorb and v-combine for a chunk of tokens on a GPU: tiles of sums, head by head."""
+"""A head's matrix times many rows on a GPU, for all heads: tiles of sums (uses: :mod:`tmla.stages.head_rows`)."""
 
 import taichi as ti
 
@@ -114,28 +114,30 @@ def _head_tiles(
 
 
 @ti.kernel
-def _copy_pe(w: ti.template(), q: ti.template(), n: ti.i32, qa: ti.template()):
-    width = ti.static(qa.shape[1] // w.n_heads)
-    for k in range(n * ti.static(w.n_heads * w.n_rope)):
-        t = k // ti.static(w.n_heads * w.n_rope)
-        e = k - t * ti.static(w.n_heads * w.n_rope)
-        h = e // w.n_rope
-        r = e - h * w.n_rope
-        qa[t, h * width + w.n_latent + r] = q[t, h * (w.n_nope + w.n_rope) + w.n_nope + r]
+def _copy_pe(
+    x: ti.template(),
+    x_stride: ti.template(),
+    x0: ti.template(),
+    n: ti.i32,
+    y: ti.template(),
+    y_stride: ti.template(),
+    y0: ti.template(),
+    n_heads: ti.template(),
+    n_rope: ti.template(),
+):
+    for k in range(n * ti.static(n_heads * n_rope)):
+        t = k // ti.static(n_heads * n_rope)
+        e = k - t * ti.static(n_heads * n_rope)
+        h = e // n_rope
+        r = e - h * n_rope
+        y[t, h * y_stride + y0 + r] = x[t, h * x_stride + x0 + r]
 
 
-def absorb_rows_simt(w, lay, q, n, qa):
-    """As :func:`tmla.stages.head_rows.absorb_rows`."""
-    stride = w.n_latent if w.split else w.n_nope + w.n_v
-    width = qa.shape[1] // w.n_heads
-    _head_tiles(
-        w.k_q, w.k_d, lay, not w.split, w.n_heads, w.n_latent, w.n_nope, stride, 0, q, w.n_nope + w.n_rope, n, qa, width
-    )
-    _copy_pe(w, q, n, qa)
+def copy_pe(x, x_stride, x0, n, y, y_stride, y0, n_heads, n_rope):
+    """Copy every head's window of R values, on any backend: ``y[t, h y_stride + y0 :] = x[t, h x_stride + x0 :]``."""
+    _copy_pe(x, x_stride, x0, n, y, y_stride, y0, n_heads, n_rope)
 
 
-def value_rows_simt(w, lay, mix, n, o):
-    """As :func:`tmla.stages.head_rows.value_rows`."""
-    _head_tiles(
-        w.v_q, w.v_d, lay, False, w.n_heads, w.n_v, w.n_latent, w.v_stride, w.v_offset, mix, w.n_latent, n, o, w.n_v
-    )
+def head_matmul_simt(w_q, w_d, lay, across, n_heads, n_out, n_in, stride, offset, x, x_stride, n, y, y_stride):
+    """As :func:`tmla.stages.head_rows.head_matmul`."""
+    _head_tiles(w_q, w_d, lay, across, n_heads, n_out, n_in, stride, offset, x, x_stride, n, y, y_stride)

@@ -17,7 +17,9 @@ from tmla.stages.threads import SPREAD, share, slots
 
 TOKENS = 3  # activation rows that meet two matrix rows at once
 STRIP_VALUES = 32768  # f32 of a strip
-PIECE_BLOCKS = 64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
+PIECE_BLOCKS = (
+    64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
+)
 
 
 def strip_rows(n_in: int) -> int:
@@ -51,11 +53,11 @@ def fill_row(w_q: ti.template(), w_d: ti.template(), lay, row, strip: ti.templat
 
 
 @ti.func
-def dots(w: ti.template(), slot, at0, at1, x: ti.template(), t0, t1, t2, x0, n):
-    """Two f32 rows, ``w[slot, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
+def dots(w: ti.template(), s0, at0, s1, at1, x: ti.template(), t0, t1, t2, x0, n):
+    """Two f32 rows, ``w[s, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
     a0, a1, b0, b1, c0, c1 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for i in range(n):
-        w0, w1 = w[slot, at0 + i], w[slot, at1 + i]
+        w0, w1 = w[s0, at0 + i], w[s1, at1 + i]
         xa, xb, xc = x[t0, x0 + i], x[t1, x0 + i], x[t2, x0 + i]
         a0 += w0 * xa
         a1 += w1 * xa
@@ -98,7 +100,7 @@ def strip_times_rows(
         t1, t2 = ti.min(t0 + 1, end - 1), ti.min(t0 + 2, end - 1)
         for p in range((n_rows + 1) // 2):
             ra, rb = 2 * p, ti.min(2 * p + 1, n_rows - 1)
-            v = dots(strip, slot, ra * n_in, rb * n_in, x, t0, t1, t2, x0, n_in)
+            v = dots(strip, slot, ra * n_in, slot, rb * n_in, x, t0, t1, t2, x0, n_in)
             put_six(y, t0, t1, t2, o0 + ra, o0 + rb, scale * v, add)
 
 

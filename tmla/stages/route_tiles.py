@@ -1,7 +1,8 @@
-"""Router for a chunk of tokens on a GPU: logits by tiles of sums, a block a token for the choice, one for the grouping.
+"""Router for a chunk of tokens on a GPU: logits by tiles, a block a token for the choice, one block for the grouping.
 
-The grouping also cuts each expert's pairs into tiles of TILE_TOKENS: tile i is pairs ``tile_first[i] .. tile_end[i]`` of
-expert ``tile_expert[i]``, -1 where there is no such tile. No atomics: an expert's thread counts its pairs itself.
+The grouping also cuts each expert's pairs into tiles of TILE_TOKENS: tile i has the pairs from ``tile_first[i]`` up to
+``tile_end[i]``, of expert ``tile_expert[i]``, which is -1 where there is no such tile. No atomics: an expert's thread
+counts its pairs itself.
 """
 
 import taichi as ti
@@ -18,8 +19,8 @@ from tmla.stages.tile import (
     TOKENS,
     fetch_tokens,
     multiply_tile,
+    put_f32_rows,
     put_fetched_tokens,
-    put_pair,
     row_of,
     token_of,
 )
@@ -43,9 +44,7 @@ def _logit_tiles(w: ti.template(), lay: ti.i32, x: ti.template(), n: ti.i32, log
         v = ti.Vector([0.0 for _ in ti.static(range(8))])
         for step in range(ti.static(cdiv(w.router.shape[2], DEPTH) + 1)):
             if step > 0:
-                for s in ti.static(range(2)):
-                    for q in ti.static(range(4)):
-                        put_pair(ws, (tid & 7) * 4 + q, (tid >> 3) + 32 * s, m[s * 8 + q], m[s * 8 + 4 + q])
+                put_f32_rows(ws, m, tid)
                 put_fetched_tokens(xs, v, tid)
                 ti.simt.block.sync()
             if step < ti.static(cdiv(w.router.shape[2], DEPTH)):

@@ -60,6 +60,7 @@ def _norm_rows_simt(x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, 
             c = k * BLOCK + tid
             if c < dim:
                 y[t, c] = x[t, c] * inv * w[lay, c]
+        ti.simt.block.sync()  # a block may take another row
 
 
 @ti.kernel
@@ -93,6 +94,7 @@ def _cache_rows_simt(w: ti.template(), lay: ti.i32, proj: ti.template(), table: 
             w.cache_f32,
             BLOCK,
         )
+        ti.simt.block.sync()  # a block may take another row
 
 
 @ti.kernel

@@ -3,8 +3,8 @@
 A block walks along the sum's index k in steps of DEPTH. For each step its threads fetch what they need from memory, put
 it into shared memory as pairs of f32 (rows ``2i, 2i + 1`` of the matrix side, tokens ``2j, 2j + 1`` of the token side,
 one pair a u64: an access then moves eight bytes), and multiply. The next step's values are fetched before the present
-ones are used. A thread has eight rows, as four pairs that lie 16 apart, and four tokens, as two pairs 16 apart: 32 sums,
-the most that stays in registers on every backend (docs/log.md).
+ones are used. A thread has eight rows, as four pairs that lie 16 apart, and four tokens, as two pairs 16 apart: 32
+sums, the most that stays in registers on every backend (docs/log.md).
 
 Kernels differ in where their operands come from and where the sums go; the rest is here. Shared memory: 25 KB.
 """
@@ -106,3 +106,12 @@ def put_fetched_tokens(xs: ti.template(), v: ti.template(), tid):
     """What :func:`fetch_tokens` fetched."""
     for i in ti.static(range(4)):
         put_tokens(xs, (tid & 7) * 4 + i, tid >> 3, v[i], v[4 + i])
+
+
+@ti.func
+def put_f32_rows(ws: ti.template(), m: ti.template(), tid):
+    """Values of a matrix in f32: thread ``8 r + q`` has four values, from ``4 q`` of the step on, of rows 2 r, 2 r + 1
+    (m[0:4], m[4:8]) and of the two rows 64 behind them (m[8:16])."""
+    for s in ti.static(range(2)):
+        for q in ti.static(range(4)):
+            put_pair(ws, (tid & 7) * 4 + q, (tid >> 3) + 32 * s, m[s * 8 + q], m[s * 8 + 4 + q])
