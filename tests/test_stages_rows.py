@@ -188,54 +188,76 @@ def test_absorb_and_value_rows(field, rng, split, h, n_nope, v, c, r):
         close(taken(o, n), head_rows.value_rows_ref(*values, bank.v_stride, bank.v_offset, v, three))
 
 
-def attention_scratch(field, h, c, r):
-    """Scratch as the model makes it, poisoned."""
-    cfg = types.SimpleNamespace(n_heads=h, kv_lora_rank=c, cache_row_width=c + r)
+def attention_fields(field, bank, h, c, r, v, expand_n):
+    """Buffers of the chunk's attention, scratch as the model makes it: queries, strip, scratch, qa, mix, o."""
+    cfg = types.SimpleNamespace(
+        n_heads=h, kv_lora_rank=c, cache_row_width=c + r, v_head_dim=v, qk_head_dim=bank.n_nope + r
+    )
     scratch = chunk_state.ChunkAttentionScratch(field.pool, cfg, T, runtime.caps())
-    return poison(scratch)
+    strip = strip_field(field, head_rows.strip_len(bank.n_nope, c))
+    qa, mix = field.poisoned(T, h * (-(-(c + r) // 4) * 4)), field.poisoned(T, h * c)
+    return (
+        field.poisoned(T, h * (bank.n_nope + r) + expand_n),
+        strip,
+        poison(scratch),
+        qa,
+        mix,
+        field.poisoned(T, h * v),
+    )
+
+
+def attention_values_ref(bank, kv, cached, q, pos0, h, v):
+    """Absorb, attend, v-combine by their references: queries [T, H (N + R)] -> values [T, H V]."""
+    keys, values = ([a[LAY] for a in matrices] for matrices in kv)
+    heads = q.reshape(len(q), h, -1)
+    qa = head_rows.absorb_rows_ref(*keys, heads, bank.n_nope, v, split=bank.split)
+    mix = chunk_attention.attend_rows_ref(cached, qa, pos0, bank.n_latent)
+    return head_rows.value_rows_ref(*values, bank.v_stride, bank.v_offset, v, mix)
 
 
 # position of the first token, tokens: around 48 queries, and ends around the segments' 256 and 512 rows
-CHUNKS = [(0, n) for n in SIZES] + [(254, 1), (255, 1), (256, 1), (1, 47), (160, 95), (161, 95), (162, 95), (209, 48)]
-CHUNKS += [(220, 95), (417, 95), (464, 49), (510, 2), (511, 2), (512, 1), (500, 95)]
+CHUNKS = [(0, n) for n in SIZES] + [(254, 1), (255, 1), (256, 1), (160, 95), (161, 95), (162, 95), (209, 48)]
+CHUNKS += [(417, 95), (464, 49), (510, 2), (511, 2), (512, 1), (500, 95)]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
-@pytest.mark.parametrize(("h", "c", "r"), [(3, 96, 30), (1, 64, 2)])
-def test_attend_rows(field, rng, monkeypatch, dtype, h, c, r):
-    """Every query sees the rows up to its own; rows behind the chunk are NaN, and so is all scratch."""
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize(
+    ("h", "c", "r", "v", "split", "dtype"), [(3, 96, 30, 40, True, "f16"), (1, 64, 2, 32, False, "f32")]
+)
+def test_attend_rows(field, rng, monkeypatch, expand, h, c, r, v, split, dtype):
+    """Every query sees the rows up to its own, in either form; rows behind the chunk are NaN, and so is all scratch."""
     monkeypatch.setattr(chunk_attention_tiles, "SCORE_BYTES", 1)  # a GPU's segments, too, are of 256 rows
     n_ctx, kind = 600, {"f16": np.float16, "f32": np.float32}[dtype]
-    bank, _ = attention_bank(field, rng, h=h, n=32, v=32, c=c, r=r, split=True, dtype=dtype, n_ctx=n_ctx)
-    bank.n_heads, width = h, -(-(c + r) // 4) * 4
+    bank, kv = attention_bank(field, rng, h=h, n=32, v=v, c=c, r=r, split=split, dtype=dtype, n_ctx=n_ctx)
+    bank.n_heads = h
     cached = rng.standard_normal((n_ctx, c + r)).astype(kind)
-    qa = 0.3 * rng.standard_normal((T, h, width)).astype(np.float32)
-    qf, mix, scratch = field.poisoned(T, h * width), field.poisoned(T, h * c), attention_scratch(field, h, c, r)
+    q = 0.3 * rng.standard_normal((T, h * (32 + r))).astype(np.float32)
+    qf, strip, scratch, qa, mix, o = attention_fields(field, bank, h, c, r, v, 5)
     for pos0, n in CHUNKS:
         rest = np.full((2, n_ctx, c + r), np.nan, kind)
         rest[LAY, : pos0 + n] = cached[: pos0 + n]
         cache_row.cache_from_numpy(bank.cache, rest, dtype)
-        put(qf, qa.reshape(T, -1), n)
-        mix.fill(np.nan)
-        poison(scratch)
-        chunk_attention.attend_rows(bank, LAY, qf, pos0, n, scratch, mix)
-        ref = chunk_attention.attend_rows_ref(cached.astype(np.float64), qa[:n, :, : c + r], pos0, c)
-        close(taken(mix, n), ref.reshape(n, -1))
+        put(qf, q, n)
+        for f in (strip, qa, mix, o):
+            f.fill(np.nan)
+        chunk_attention.attend_rows(bank, LAY, qf, pos0, n, strip, poison(scratch), qa, mix, o, expand=expand)
+        close(taken(o, n), attention_values_ref(bank, kv, cached.astype(np.float64), q[:n], pos0, h, v))
 
 
 def test_attend_rows_with_scores_beyond_exp(field, rng):
     """Scores of +-1e4, one segment far above the others: the weights are relative to the maximum."""
-    c, r, pos0, n = 32, 2, 520, 49
-    bank, _ = attention_bank(field, rng, h=1, n=32, v=32, c=c, r=r, split=True, dtype="f32", n_ctx=600)
+    c, r, v, pos0, n = 32, 2, 32, 520, 49
+    bank, kv = attention_bank(field, rng, h=1, n=32, v=v, c=c, r=r, split=True, dtype="f32", n_ctx=600)
     bank.n_heads = 1
-    cached, qa = rng.standard_normal((600, c + r)).astype(np.float32), np.zeros((T, 1, 36), np.float32)
-    cached[:, 0] = np.where(np.arange(600) // 256 == 1, 1.0, -1.0)
-    qa[:, 0, 0], qa[:, 0, 1] = 1e4, 1.0
+    cached, q = rng.standard_normal((600, c + r)).astype(np.float32), np.zeros((T, 32 + r), np.float32)
+    cached[:, c] = np.where(np.arange(600) // 256 == 1, 1.0, -1.0)  # the pe window: no rounding on the way
+    q[:, 32], q[:, 33] = 1e4, 1.0
     cache_row.cache_from_numpy(bank.cache, np.stack([cached, cached]), "f32")
-    qf, mix = field(qa.reshape(T, -1)), field.poisoned(T, c)
-    chunk_attention.attend_rows(bank, LAY, qf, pos0, n, attention_scratch(field, 1, c, r), mix)
-    ref = chunk_attention.attend_rows_ref(cached.astype(np.float64), qa[:n, :, : c + r], pos0, c)
-    np.testing.assert_allclose(taken(mix, n), ref[:, 0], atol=5e-3)  # an ulp of 1e4 is 1e-3
+    qf, strip, scratch, qa, mix, o = attention_fields(field, bank, 1, c, r, v, 0)
+    put(qf, q, T)
+    chunk_attention.attend_rows(bank, LAY, qf, pos0, n, strip, scratch, qa, mix, o, expand=False)
+    ref = attention_values_ref(bank, kv, cached.astype(np.float64), q[:n], pos0, 1, v)
+    np.testing.assert_allclose(taken(o, n), ref, atol=5e-3)  # an ulp of 1e4 is 1e-3
 
 
 def expert_groups(field, n_experts, n_used):
