@@ -14,7 +14,7 @@ import pytest
 
 import tmla
 from tests.conftest import ROOT, backend
-from tmla import cli, cli_chat
+from tmla import cli, cli_chat, prefill
 from tmla.chat import ChatTemplate
 from tmla.errors import ContextError
 from tmla.generate import generate
@@ -150,6 +150,7 @@ def test_full_context(chat, model, capsys):
 @pytest.mark.parametrize("n_steps", [1, 13, 17])
 def test_ctrl_c_stops_the_answer_and_keeps_the_session(model, monkeypatch, capsys, n_steps, raw):
     """The step at work is left half done: what it wrote must not be used."""
+    monkeypatch.setattr(prefill, "split", lambda n, largest: [])  # each token of a prompt is a step
     step, left = model._step, [n_steps]
 
     def interrupted(token, logits=True):
@@ -181,7 +182,40 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(model, monkeypatch, capsy
     assert answer == generate(model, prompt, temperature=0.01, seed=3, max_tokens=12).removesuffix("\n")
 
 
+def test_ctrl_c_within_a_chunk_of_the_prompt(model, monkeypatch, capsys):
+    """As above, where the prompt's tokens go through together: of a chunk that was not finished nothing is used."""
+    run, interrupted_at = model._prefill.run, []
+
+    def interrupted(tokens, pos0):
+        run([(t + 1) % 4096 for t in tokens], pos0)  # wrong rows
+        interrupted_at.append(pos0)
+        raise KeyboardInterrupt
+
+    second = f"{SECOND} {FIRST} {SECOND}"  # enough for a chunk
+    args = cli._parser().parse_args(["chat", "--temp", "0.01", "--seed", "3", "-n", "12"])
+    session = cli_chat.Session(model)
+    talk = cli_chat.Talk(session, args, interactive=True)
+    model.reset()
+    assert talk.take(FIRST)
+    answer = capsys.readouterr().out.removesuffix("\n")
+    said, n_past = [user(FIRST), assistant(answer)], model.n_past
+    with monkeypatch.context() as patch:
+        patch.setattr(model._prefill, "run", interrupted)
+        assert talk.take(second)
+    assert capsys.readouterr() == ("", "tmla: stopped; the conversation goes on\n")
+    assert len(interrupted_at) == 1
+    assert 0 < interrupted_at[0] <= n_past
+    assert talk.messages == said
+    assert model.n_past <= n_past
+    talk.take(second)
+    prompt = session.template.encode([*said, user(second)])
+    answer = capsys.readouterr().out.removesuffix("\n")
+    assert answer == generate(model, prompt, temperature=0.01, seed=3, max_tokens=12).removesuffix("\n")
+
+
 def test_ctrl_c_on_a_pipe_ends(chat, model, monkeypatch):
+    monkeypatch.setattr(prefill, "split", lambda n, largest: [])
+
     def interrupted(*args, **kw):
         raise KeyboardInterrupt
 

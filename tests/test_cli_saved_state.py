@@ -8,7 +8,7 @@ import pytest
 
 import tmla
 from tests.conftest import backend
-from tmla import atomic, cli, cli_chat, cli_run
+from tmla import atomic, cli, cli_chat, cli_run, prefill
 from tmla.generate import generate, stream_generate
 from tmla.loading import demo_path
 from tmla.state_file import open_state
@@ -98,6 +98,7 @@ def test_sampling_with_a_seed_is_the_same(run):
 
 def test_ctrl_c_keeps_what_is_certain(run, model, path, monkeypatch):
     """The step at work leaves a row half written: here a wrong one."""
+    monkeypatch.setattr(prefill, "split", lambda n, largest: [])  # each token of the prompt is a step
     step, left = model._step, [len(model.tokenizer.encode_prompt(PROMPT)) + 1 + 5]  # with the step that compiles
 
     def interrupted(token, logits=True):
@@ -120,6 +121,32 @@ def test_ctrl_c_keeps_what_is_certain(run, model, path, monkeypatch):
     assert run("--tokens", fed, "-n", 3, "--ignore-eos")[1] == run(
         "--tokens", fed, "-n", 3, "--ignore-eos", cache=path.with_name("r.kv")
     )[1]  # fmt: skip
+
+
+def test_ctrl_c_within_the_prompt_saves_nothing(run, model, path, monkeypatch):
+    """In the third chunk of a prompt, which is left with wrong rows; what is in the cache's file stays as it was."""
+    prompt = [(7 * i) % 1000 + 10 for i in range(60)]
+    text = ",".join(map(str, prompt))
+    run("--tokens", "10,17,24", "-n", 0)
+    before = path.read_bytes()
+    monkeypatch.setattr(prefill, "split", lambda n, largest: [16] * (n // 16))
+    chunk, positions = model._prefill.run, []
+
+    def interrupted(tokens, pos0):
+        positions.append(pos0)
+        chunk(tokens if len(positions) < 3 else [t + 1 for t in tokens], pos0)
+        if len(positions) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._prefill, "run", interrupted)
+        code, out, lines = run("--tokens", text, "-n", 5)
+    assert (code, out.strip(), positions) == (130, "", [3, 19, 35])
+    assert lines == ["tmla: prompt cache p.kv: 3 of 60 prompt tokens reused"]
+    assert path.read_bytes() == before
+    assert (model.n_past, model.tokens) == (35, prompt[:35])
+    code, out, _ = run("--tokens", text, "-n", 5, "--ignore-eos")
+    assert (code, out) == (0, ids_of(model, prompt, 5))
 
 
 def test_ctrl_c_while_saving_is_130_and_keeps_the_old_file(run, path, monkeypatch):

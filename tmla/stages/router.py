@@ -58,8 +58,8 @@ def _scores(r: ti.template(), sigmoid: ti.template()):
         for e in range(n):
             r.score[0, e] = 1.0 / (1.0 + ti.exp(-r.logit[0, e]))
     else:
-        m = r.logit[0, 0]
-        for e in range(1, n):
+        m = TAKEN  # from logit[0, 0], Taichi 1.7.4 takes what stood there before it was written for this token
+        for e in range(n):
             m = ti.max(m, r.logit[0, e])
         total = 0.0
         for e in range(n):
