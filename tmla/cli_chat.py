@@ -12,7 +12,7 @@ from tmla import cli_terminal as terminal
 from tmla import info
 from tmla.chat import ChatTemplate, Session
 from tmla.cli_conversation import Conversation
-from tmla.cli_run import REASONS, load_with_bar, say_what_runs, warm_up
+from tmla.cli_run import REASONS, generation_options, load_with_bar, say_what_runs, warm_up
 from tmla.cli_template import read_text
 from tmla.errors import ContextError, ParameterError, TmlaError
 from tmla.generate import Chunk, Stats, stream_generate
@@ -197,16 +197,7 @@ class Talk:
         args = self.args
         messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            chunks = self.session.stream(
-                [*_system(self.system), *messages],
-                max_tokens=None if args.n < 0 else args.n,
-                temperature=args.temp,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                min_p=args.min_p,
-                seed=args.seed,
-                stop=args.stop,
-            )
+            chunks = self.session.stream([*_system(self.system), *messages], **generation_options(args))
         except ContextError as e:
             if not self.interactive:
                 raise

@@ -41,16 +41,7 @@ def run(args: argparse.Namespace) -> int:
     model, load_s, compile_s = load_with_bar(args)
     if cache is not None:
         cache.check_fits(model)
-    parameters = {
-        "max_tokens": None if args.n < 0 else args.n,
-        "temperature": args.temp,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "seed": args.seed,
-        "stop": args.stop,
-        "ignore_eos": args.ignore_eos,
-    }
+    parameters = generation_options(args) | {"ignore_eos": args.ignore_eos}
     chunks = stream_generate(model, prompt, special=args.special, **parameters)
     say_what_runs(model)
     compile_s += warm_up(model)
@@ -122,6 +113,19 @@ def say_what_runs(model: Model) -> None:
         terminal.say(line)
     for note in described["notes"]:
         log.info("%s", note)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Parameters of :func:`tmla.generate.stream_generate` that ``run`` and ``chat`` share."""
+    return {
+        "max_tokens": None if args.n < 0 else args.n,
+        "temperature": args.temp,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "seed": args.seed,
+        "stop": args.stop,
+    }
 
 
 def load_with_bar(args: argparse.Namespace) -> tuple[Model, float, float]:

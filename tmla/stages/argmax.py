@@ -64,18 +64,25 @@ def argmax_blocks(logits: ti.template(), n: ti.template(), best: ti.template(), 
 
 
 @ti.func
+def _join_slices(tid, best: ti.template(), who: ti.template(), values: ti.template(), indices: ti.template()):
+    """The block finds the index of the best slice; every thread gets it."""
+    value, index = NEG_INF, NO_ID
+    if tid < best.shape[0]:
+        value, index = best[tid], who[tid]
+    _best_of_block(tid, value, index, values, indices)
+    return indices[tid >> ti.static(log2(BLOCK))]
+
+
+@ti.func
 def argmax_join(best: ti.template(), who: ti.template(), token: ti.template()):
     """The best slice's index: one block."""
     ti.loop_config(block_dim=BLOCK)
     for i in range(BLOCK):
         values = ti.simt.block.SharedArray(BLOCK, ti.f32)
         indices = ti.simt.block.SharedArray(BLOCK, ti.i32)
-        value, index = NEG_INF, NO_ID
-        if i < best.shape[0]:
-            value, index = best[i], who[i]
-        _best_of_block(i, value, index, values, indices)
+        t = _join_slices(i, best, who, values, indices)
         if i == 0:
-            token[0] = indices[i]
+            token[0] = t
 
 
 @ti.func
@@ -97,11 +104,7 @@ def next_token(
     for i in range(BLOCK):
         values = ti.simt.block.SharedArray(BLOCK, ti.f32)
         indices = ti.simt.block.SharedArray(BLOCK, ti.i32)
-        value, index = NEG_INF, NO_ID
-        if i < best.shape[0]:
-            value, index = best[i], who[i]
-        _best_of_block(i, value, index, values, indices)
-        t = indices[i >> ti.static(log2(BLOCK))]
+        t = _join_slices(i, best, who, values, indices)
         row = ti.min(t, n - 1)  # logits that are not numbers choose no id: Python sees that in chosen
         for k in range(ti.static(cdiv(x.shape[1], BLOCK))):
             e = k * BLOCK + i
