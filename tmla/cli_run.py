@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 import time
+from typing import Any
 
 from tmla import cli_terminal as terminal
 from tmla import info

@@ -12,7 +12,7 @@ expand values         latent            value rows          ``v_b``         cach
 ====================  ================  ==================  ==============  ==============
 
 *Across*: the matrix's rows are the sum's index, and are turned on their way into scratch.
-:mod:`tmla.stages.head_tiles` is the GPU's.
+:mod:`tmla.stages.matmul_tiles` is the GPU's.
 """
 
 import numpy as np
@@ -20,9 +20,10 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.absorb import w_uk_ref
-from tmla.stages.head_tiles import copy_pe, head_matmul_simt
 from tmla.stages.linear import Q8_BLOCK, q8_value
 from tmla.stages.matmul import fill_row, strip_times_rows
+from tmla.stages.matmul_tiles import head_matmul_simt
+from tmla.stages.rows import copy_pe
 from tmla.stages.threads import SPREAD, share, slots
 from tmla.stages.v_combine import v_combine_ref
 

@@ -128,6 +128,31 @@ def _copy_rows(x: ti.template(), t0: ti.i32, n: ti.i32, y: ti.template()):
         y[t, k - t * dim] = x[t0 + t, k - t * dim]
 
 
+@ti.kernel
+def _copy_pe(
+    x: ti.template(),
+    x_stride: ti.template(),
+    x0: ti.template(),
+    n: ti.i32,
+    y: ti.template(),
+    y_stride: ti.template(),
+    y0: ti.template(),
+    n_heads: ti.template(),
+    n_rope: ti.template(),
+):
+    for k in range(n * ti.static(n_heads * n_rope)):
+        t = k // ti.static(n_heads * n_rope)
+        e = k - t * ti.static(n_heads * n_rope)
+        h = e // n_rope
+        r = e - h * n_rope
+        y[t, h * y_stride + y0 + r] = x[t, h * x_stride + x0 + r]
+
+
+def copy_pe(x, x_stride, x0, n, y, y_stride, y0, n_heads, n_rope):
+    """Copy every head's window of R values, on any backend: ``y[t, h y_stride + y0 :] = x[t, h x_stride + x0 :]``."""
+    _copy_pe(x, x_stride, x0, n, y, y_stride, y0, n_heads, n_rope)
+
+
 def copy_rows(x, t0, n, y):
     """``y[:n] = x[t0 : t0 + n]``, f32 [T, D]."""
     _copy_rows(x, t0, n, y)
