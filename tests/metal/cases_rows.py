@@ -6,10 +6,10 @@ import numpy as np
 import taichi as ti
 
 from tests.q8 import random_q8
-from tmla.stages import argmax, attention, attention_short, attention_tiles, norm, v_combine
+from tmla.stages import argmax, attention, attention_short, attention_tiles, cache_row, norm, v_combine
 
 from .case import Built, Expect, MetalCase
-from .package import Fields, Record, close, only, start_taichi  # noqa: F401 (the export looks for the last)
+from .package import Fields, Record, close, only, rope_table, start_taichi  # noqa: F401 (the export looks for the last)
 
 
 def build_rms_norm():
@@ -18,6 +18,19 @@ def build_rms_norm():
     y = field.poisoned(1, 45)
     call = functools.partial(norm.rms_norm, field(x), field(w), field.number(1), 1e-6, y)
     return Built(call, field.inputs, {y: close(norm.rms_norm_ref(x, w[1], 1e-6), 1e-5)})
+
+
+def build_cache_row():
+    """One cache row by itself; queries write it in passing."""
+    rng, field, c, r, row0, pos = np.random.default_rng(31), Fields(), 96, 18, 7, 3
+    proj, gain = rng.standard_normal((1, row0 + c + r), np.float32), rng.uniform(0.5, 1.5, (2, c)).astype(np.float32)
+    table, width = rope_table(pos + 2, r), -(-(c + r) // 4) * 4
+    cache = field.poisoned(2, pos + 2, width // 2, dtype=ti.u64)
+    tables = field(gain), field.number(1), 1e-6, field(table), True
+    call = functools.partial(cache_row.cache_row, field(proj), row0, *tables, cache, field.number(pos), f32=True)
+    row = np.zeros((2, pos + 2, width))
+    row[1, pos, : c + r] = cache_row.cache_row_ref(proj[0, row0:], gain[1], 1e-6, table[pos], True)
+    return Built(call, field.inputs, {cache: Expect(row, 1e-5, 1e-5, only(row.shape, (1, pos)), np.float32)})
 
 
 def build_attention(n_rows, n_splits, h, c, r, dtype):
@@ -64,6 +77,7 @@ def build_argmax(n_slices):
 
 CASES = [
     MetalCase("rms_norm", build_rms_norm),
+    MetalCase("cache_row", build_cache_row),
     MetalCase("attention_1_row", lambda: build_attention(1, 3, 3, 96, 16, np.float32)),
     MetalCase("attention_129_rows", lambda: build_attention(129, 3, 3, 96, 16, np.float32)),
     MetalCase("attention_75_rows_17_heads_f16", lambda: build_attention(75, 1, 17, 160, 18, np.float16)),

@@ -27,7 +27,7 @@ def test_package_passes(exported_package, name):
 
 
 # Kernels of stages that run on CPUs alone and are not called `..._loop`.
-CPU_KERNELS = {"_attend_segment", "_attention", "_join_and_combine", "_spread_segment"}
+CPU_KERNELS = {"_attend_segment", "_attention", "_join_and_combine", "_rope_query", "_spread_segment", "_turn_values"}
 
 
 def gpu_kernels(folder):
