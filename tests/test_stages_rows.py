@@ -197,7 +197,7 @@ def attention_fields(field, bank, h, c, r, v, beside):
     strip = strip_field(field, head_rows.strip_len(bank.n_nope, c))
     qa, mix = field.poisoned(T, h * (-(-(c + r) // 4) * 4)), field.poisoned(T, h * c)
     return (
-        field.poisoned(T, h * (bank.n_nope + r) + expand_n),
+        field.poisoned(T, h * (bank.n_nope + r) + beside),
         strip,
         poison(scratch),
         qa,
