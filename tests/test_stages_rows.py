@@ -188,7 +188,7 @@ def test_absorb_and_value_rows(field, rng, split, h, n_nope, v, c, r):
         close(taken(o, n), head_rows.value_rows_ref(*values, bank.v_stride, bank.v_offset, v, three))
 
 
-def attention_fields(field, bank, h, c, r, v, expand_n):
+def attention_fields(field, bank, h, c, r, v, beside):
     """Buffers of the chunk's attention, scratch as the model makes it: queries, strip, scratch, qa, mix, o."""
     cfg = types.SimpleNamespace(
         n_heads=h, kv_lora_rank=c, cache_row_width=c + r, v_head_dim=v, qk_head_dim=bank.n_nope + r
@@ -197,7 +197,7 @@ def attention_fields(field, bank, h, c, r, v, expand_n):
     strip = strip_field(field, head_rows.strip_len(bank.n_nope, c))
     qa, mix = field.poisoned(T, h * (-(-(c + r) // 4) * 4)), field.poisoned(T, h * c)
     return (
-        field.poisoned(T, h * (bank.n_nope + r) + expand_n),
+        field.poisoned(T, h * (bank.n_nope + r) + beside),
         strip,
         poison(scratch),
         qa,
@@ -225,7 +225,7 @@ CHUNKS += [(417, 95), (464, 49), (510, 2), (511, 2), (512, 1), (500, 95)]
     ("h", "c", "r", "v", "split", "dtype"), [(3, 96, 30, 40, True, "f16"), (1, 64, 2, 32, False, "f32")]
 )
 def test_attend_rows(field, rng, monkeypatch, expand, h, c, r, v, split, dtype):
-    """Every query sees the rows up to its own, in either form; rows behind the chunk are NaN, and so is all scratch."""
+    """Every query sees the rows up to its own, in either form; rows behind the chunk are NaN, as is all scratch."""
     monkeypatch.setattr(chunk_attention_tiles, "SCORE_BYTES", 1)  # a GPU's segments, too, are of 256 rows
     n_ctx, kind = 600, {"f16": np.float16, "f32": np.float32}[dtype]
     bank, kv = attention_bank(field, rng, h=h, n=32, v=v, c=c, r=r, split=split, dtype=dtype, n_ctx=n_ctx)

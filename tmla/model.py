@@ -223,7 +223,7 @@ class Model(KeepsTokens):
         self.n_past = n_past
 
     def profile(self, n_tokens: int = 5) -> bench_profile.Profile:
-        """Time each stage of a token at :attr:`n_past`, as :func:`tmla.bench_profile.profile` says; nothing is kept."""
+        """Time each stage of `n_tokens` tokens at :attr:`n_past` (:mod:`tmla.bench_profile`); nothing is kept."""
         self._check([0])
         banks = (self._globals, self.attention_banks, self.ffn_banks)
         return bench_profile.profile(self.config, self._steps, banks, self._state, self.n_past, n_tokens)
