@@ -34,7 +34,9 @@ CHECK = re.compile(r"\btmla check\b")  # among other commands: only looked at
 
 def collect():
     for path in DOCUMENTS:
-        if path.name == "benchmarks.md":  # minutes each, on large files: tests/test_benchmarks.py runs all on a small one
+        if (
+            path.name == "benchmarks.md"
+        ):  # minutes each, on large files: tests/test_benchmarks.py runs all on a small one
             continue
         for i, (indent, language, code, output) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8"))):
             text = "".join(line.removeprefix(indent) for line in code.splitlines(keepends=True))
