@@ -15,6 +15,14 @@ from tmla import runtime
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked slow run with TMLA_ALL=1 only."""
+    if os.environ.get("TMLA_ALL", "0") in ("", "0"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: TMLA_ALL=1 runs it"))
+
+
 def oracle_dir() -> pathlib.Path:
     """Folder of the oracle files: the whole set, or the two that the repository holds."""
     path = pathlib.Path(os.environ.get("TMLA_ORACLE", ROOT.parent / "shared" / "oracle"))

@@ -86,6 +86,7 @@ def test_stages_one_by_one_are_the_model(model, tiny):
     stages_are_the_model(model, tiny)
 
 
+@pytest.mark.slow
 def test_stages_with_a_query_bottleneck_and_split_kv_b(tmp_path, arch):
     path = variant_file("v3", tmp_path)
     stages_are_the_model(tmla.load(path, arch=ARCH, n_ctx=N_CTX), path)

@@ -204,6 +204,7 @@ def test_bench_decode_runs(tiny, tmp_path, capsys):
     assert all(r["avg_ts"] > 0 and len(r["samples_ns"]) == 2 for r in records)
 
 
+@pytest.mark.slow
 def test_bench_load_runs(tiny, capsys):
     assert bench_load.main([str(tiny), "--arch", "cpu", "-r", "0", "--ctx", "64", "-o", "json"]) == 0
     out = json.loads(capsys.readouterr().out)
@@ -236,6 +237,7 @@ def test_bench_peers_runs(tiny, tmp_path):
     assert all(r["ratio"] > 0 for r in out["ratios"])
 
 
+@pytest.mark.slow
 def test_bench_stages_runs(tiny, tmp_path, monkeypatch, arch):
     """Without the profiler, which a process must start with: tests/test_bench.py has it."""
     monkeypatch.setattr(runtime, "PROFILED", ())
@@ -248,6 +250,7 @@ def test_bench_stages_runs(tiny, tmp_path, monkeypatch, arch):
     assert attention[1]["n_bytes"] * 4 == attention[0]["n_bytes"] * 21
 
 
+@pytest.mark.slow
 def test_bench_scaling_runs(tiny, tmp_path, arch):
     options = ["--contexts", "4,64", "--prompts", "1,5", "--layers", "2", "--experts", "1", "--rounds", "1"]
     options += ["--arch", arch, "-o", "json", "--to", str(tmp_path / "out.json")]
@@ -276,6 +279,7 @@ def test_the_slope_is_that_of_the_points():
     assert bench_scaling.line(bent, cfg, "f16", 16.0, 0.0).max_deviation > 0.1
 
 
+@pytest.mark.slow
 def test_bench_endurance_runs_and_judges(tiny, capsys):
     options = ["--arch", "cpu", "--tokens", "60", "--window", "20", "--ctx", "32", "-o", "json"]
     bench_endurance.main([str(tiny), *options])  # its verdict on so few tokens is chance
@@ -304,6 +308,7 @@ def test_report_replaces_what_stands_between_the_marks():
     assert known == {f"benchmarks.bench_{n}" for n in ("decode", "stages", "scaling", "load", "peers", "endurance")}
 
 
+@pytest.mark.slow
 def test_report_runs_a_section(tiny, tmp_path):
     section = report.Section("load", "Load", ("benchmarks.bench_load", str(tiny), "-r", "0", "--ctx", "16"))
     text = report.run_section(section, tmp_path, tmp_path, tmp_path)

@@ -64,6 +64,7 @@ def run(folder, command):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("sh") is None, reason="there is no sh here")
 @pytest.mark.parametrize(("language", "code", "output"), BLOCKS)
 def test_it_runs(folder, language, code, output):

@@ -11,7 +11,7 @@ SIGMA = 2e-5  # f32 sums in another order, f32 cache
 N_CTX, CHUNK = 136, 32
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129]
 TOKENS = [(31 * i * i + 7 * i) % 211 + 9 for i in range(129)]
-FILES = ["demo", "dsv2_mini", "dsv3"]
+FILES = ["dsv2_mini", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "dsv3"))]
 
 
 def error_in_sigma(got, ref):

@@ -15,19 +15,17 @@ from tmla import reference
 SIGMA = 1e-4  # of the logits' standard deviation: f32 arithmetic and cache
 ALL = os.environ.get("TMLA_ALL", "0") not in ("", "0")
 N_GREEDY = 8
-CHOSEN = [  # each the only one of its kind, or the smallest or largest of a size
-    "lite_40_layers", "lite_kv_512_split", "lite_nope_48", "lite_nope_32_v_224", "lite_rope_18", "lite_128_heads",
-    "lite_top_16", "lite_loud_q_abs", "q_lora_groups", "v3_fused", "v3_subnormal", "glm", "mistral",
-    "minicpm3_orig_ctx", "plm_untied",
-]  # fmt: skip
 CHUNKED = ["lite_nope_48", "lite_rope_18", "q_lora_groups", "v3_fused", "plm_untied"]  # a prompt that is a chunk
+CHOSEN = [*CHUNKED, "lite_kv_512_split", "lite_top_16", "lite_128_heads", "glm", "mistral", "minicpm3_orig_ctx"]
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129]
 N_CTX = {"minicpm3_orig_ctx": 300}  # above its original context, so the long factors apply; 64 elsewhere
 
 
 def names():
     """Variants of this run."""
-    return list(VARIANTS) if ALL else CHOSEN
+    if ALL:
+        return list(VARIANTS)
+    return CHOSEN
 
 
 def prompt(name, n):
