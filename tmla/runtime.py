@@ -12,6 +12,7 @@ import taichi as ti
 
 from tmla import vulkan_device
 from tmla.errors import BackendError
+from tmla.quiet import quiet
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
 MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
@@ -153,7 +154,7 @@ def init(
         options["offline_cache"] = False  # its key does not tell kernels with the profiler's calls from those without
     if threads is not None:
         options["cpu_max_num_threads"] = threads
-    with _quiet():
+    with quiet():
         ti.init(arch=getattr(ti, arch), enable_fallback=False, **options) if _has(arch) else _unavailable(arch)
     got = ti.lang.impl.current_cfg().arch
     if got != getattr(ti, arch) and not (arch == "cpu" and got in (ti.x64, ti.arm64)):
@@ -333,19 +334,3 @@ def _subgroup_width() -> int:
 
     ask()
     return int(width[0])  # the field stays: not every backend can free one
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Taichi's start-up lines, which it writes to Python's and to the process's stdout, off the user's output."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 1)
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-            yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(null)
