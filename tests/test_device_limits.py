@@ -84,6 +84,19 @@ def test_a_field_beyond_the_promise_is_tried(pool, monkeypatch, dtype):
     assert small.shape == (100,)
 
 
+@pytest.mark.parametrize("dtype", [ti.u8, ti.f16])
+def test_a_field_of_odd_size_is_zeroed_to_its_end(arch, dtype):
+    """In memory that another field has left full: Vulkan's own clearing stops at the last whole word."""
+    for size in (1, 2, 3, 5, 303, 4099):
+        for value in (77, 0):
+            pool = runtime.FieldPool()
+            fields = [pool.field(dtype, (size,)) for _ in range(8)]
+            for f in fields:
+                assert not np.any(f.to_numpy())
+                f.fill(value)
+            pool.destroy()
+
+
 def test_a_field_that_is_not_reached_is_refused(pool, monkeypatch):
     monkeypatch.setattr(runtime, "_caps", dataclasses.replace(runtime.caps(), max_buffer=100))
     monkeypatch.setattr(runtime, "_reaches_end", lambda f: False)

@@ -104,7 +104,7 @@ def test_the_two_commands():
     assert "tmla run " in shell[0]
     assert shell[1] == TESTS
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert all(part in ci for part in ("pip install -qq '.[dev]'", "python -m pytest\n"))
+    assert all(part in ci for part in ("pip install -qq '.[dev]'", "python -m pytest"))
     assert f"- run: {TESTS}\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
 
 

@@ -236,6 +236,8 @@ class FieldPool:
                 f"{what}, but a kernel does not reach its end: the device promises {promised:,} bytes a buffer "
                 f"(maxStorageBufferRange); {_smaller()}"
             )
+        if n_bytes % 4 and _caps is not None and _caps.arch == "vulkan":
+            out.fill(0)  # Taichi zeroes whole words there, and leaves up to three bytes behind them as they were
         self.n_bytes += n_bytes
         return out
 
