@@ -27,38 +27,81 @@ from tmla.stages import (
     router,
     v_combine,
 )
+from tmla.stages.threads import SPREAD, Work, clear, do_all, team
+
+
+def attention_works(w, s) -> list[Work]:
+    """The MLA block on CPU, stage by stage."""
+    layer, n_heads = s.layer_attn, s.qa.shape[1]
+    rope_args = (s.rope, w.half_pairs)
+    works = [
+        Work(1, norm.rms_norm_row, (s.x, 0, w.attn_norm, layer, w.first, w.eps, s.xn)),
+        matvec_work(w.proj_q, w.proj_d, layer, w.first, s.xn, 1.0, False, s.proj),
+        Work(1, cache_row.cache_row_one, (s.proj, w.row0, w.kv_a_norm, layer, w.first, w.eps, *rope_args, w.cache, s.pos)),
+    ]
+    if w.has_q_lora:
+        works += [
+            Work(1, norm.rms_norm_row, (s.proj, 0, w.q_a_norm, layer, w.first, w.eps, s.q_low), early=True),
+            matvec_work(w.q_b_q, w.q_b_d, layer, w.first, s.q_low, 1.0, False, s.q),
+        ]
+    rope_query = (s.q, w.n_nope, s.rope, s.pos, w.half_pairs, s.scale, s.qa, w.n_latent)
+    return [
+        *works,
+        Work(n_heads, rope.rope_query_heads, rope_query, early=not w.has_q_lora),
+        Work(absorb.absorb_count(w, n_heads), absorb.absorb_part, (w, layer, s.q, s.scale, s.pos, s.qa), early=True),
+        Work(s.attn.part.shape[0], attention.attention_splits, (w, layer, s.pos, s.qa, s.attn)),
+        Work(v_combine.join_count(s.attn), v_combine.join_splits_part, (s.pos, s.attn, s.mix)),
+        Work(s.o.shape[1], v_combine.v_combine_part, (w, layer, s.mix, s.o)),
+        matvec_work(w.attn_out_q, w.attn_out_d, layer, w.first, s.o, w.residual_scale, True, s.x),
+    ]
+
+
+def ffn_works(w, s) -> list[Work]:
+    """The FFN on CPU, stage by stage."""
+    layer, works = s.layer_ffn, []
+    works.append(Work(1, norm.rms_norm_row, (s.x, 0, w.ffn_norm, layer, w.first, w.eps, s.xn)))
+    if w.moe:
+        works.append(Work(w.router.shape[1], router.router_logits_part, (w, layer, s.xn, s.route.logit)))
+        works.append(Work(1, router.choose_row, (w, layer, s.route)))
+    if w.common_ffn_dim > 0:
+        works.append(Work(w.common_ffn_dim, ffn.common_up_part, (w, layer, s.xn, w.hidden), early=w.moe))
+    if w.n_used > 0:
+        works.append(Work(w.expert_ffn_dim, ffn.experts_up_part, (w, layer, s.xn, s.route, w.hidden)))
+    works.append(Work(s.x.shape[1], ffn.down_part, (w, layer, s.route, w.hidden, s.x)))
+    return works
+
+
+def head_works(g, s) -> list[Work]:
+    """Final norm and logits on CPU."""
+    return [
+        Work(1, norm.rms_norm_row, (s.x, 0, g.out_norm, s.layer_attn, 0, g.eps, s.xn)),
+        matvec_work(g.head_q, g.head_d, s.layer_attn, 0, s.xn, g.logit_scale, False, s.logits),
+    ]
+
+
+def matvec_work(w_q, w_d, layer, first, x, scale, add, y) -> Work:
+    """A matrix times a row, by rows."""
+    return Work(w_d.shape[1], linear.matvec_rows, (w_q, w_d, layer, first, x, 0, scale, add, y))
 
 
 @ti.kernel
 def attention_cpu(w: ti.template(), s: ti.template()):
-    """The MLA block: x += W_o attention(norm(x)); nine loops."""
+    """The MLA block: x += W_o attention(norm(x))."""
     s.layer_ffn[0] = s.layer_attn[0]
-    norm.rms_norm_loop(s.x, 0, w.attn_norm, s.layer_attn, w.first, w.eps, s.xn)
-    linear.matvec_loop(w.proj_q, w.proj_d, s.layer_attn, w.first, s.xn, 0, 1.0, False, s.proj)
-    if ti.static(w.has_q_lora):
-        norm.rms_norm_loop(s.proj, 0, w.q_a_norm, s.layer_attn, w.first, w.eps, s.q_low)
-        linear.matvec_loop(w.q_b_q, w.q_b_d, s.layer_attn, w.first, s.q_low, 0, 1.0, False, s.q)
-    rope.rope_query_loop(s.q, w.n_nope, s.rope, s.pos, w.half_pairs, s.scale, s.qa, w.n_latent)
-    cache_row.cache_row_loop(
-        s.proj, w.row0, w.kv_a_norm, s.layer_attn, w.first, w.eps, s.rope, w.half_pairs, w.cache, s.pos
-    )
-    absorb.absorb_loop(w, s.layer_attn, s.q, s.scale, s.pos, s.qa)
-    attention.attention_loop(w, s.layer_attn, s.pos, s.qa, s.attn)
-    v_combine.join_splits_loop(s.pos, s.attn, s.mix)
-    v_combine.v_combine_loop(w, s.layer_attn, s.mix, s.o)
-    linear.matvec_loop(w.attn_out_q, w.attn_out_d, s.layer_attn, w.first, s.o, 0, w.residual_scale, True, s.x)
+    clear(s.desk)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            do_all(s.desk, ti.static(attention_works(w, s)))
 
 
 @ti.kernel
 def ffn_cpu(w: ti.template(), s: ti.template()):
-    """x += FFN(norm(x)), dense or a mixture of experts; three to five loops."""
+    """x += FFN(norm(x)), dense or a mixture of experts."""
     s.layer_attn[0] = s.layer_ffn[0] + 1
-    norm.rms_norm_loop(s.x, 0, w.ffn_norm, s.layer_ffn, w.first, w.eps, s.xn)
-    if ti.static(w.moe):
-        router.router_logits_loop(w, s.layer_ffn, s.xn, s.route.logit)
-        router.router_choose_loop(w, s.layer_ffn, s.route)
-    ffn.ffn_up_loop(w, s.layer_ffn, s.xn, s.route, w.hidden)
-    ffn.ffn_down_loop(w, s.layer_ffn, s.route, w.hidden, s.x)
+    clear(s.desk)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            do_all(s.desk, ti.static(ffn_works(w, s)))
 
 
 ALL = -1  # every dispatch of a kernel that can also be compiled one dispatch at a time
@@ -147,8 +190,10 @@ def begin(g: ti.template(), s: ti.template(), token: ti.i32, pos: ti.i32):
 def head_cpu(g: ti.template(), s: ti.template()):
     """Final norm and logits."""
     s.layer_attn[0] = 0
-    norm.rms_norm_loop(s.x, 0, g.out_norm, s.layer_attn, 0, g.eps, s.xn)
-    linear.matvec_loop(g.head_q, g.head_d, s.layer_attn, 0, s.xn, 0, g.logit_scale, False, s.logits)
+    clear(s.desk)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            do_all(s.desk, ti.static(head_works(g, s)))
 
 
 @ti.kernel

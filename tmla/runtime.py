@@ -152,6 +152,8 @@ def init(
     options = {"debug": debug, "log_level": ti.ERROR, "kernel_profiler": profiler}
     if profiler:
         options["offline_cache"] = False  # its key does not tell kernels with the profiler's calls from those without
+    if arch == "cpu":
+        options["advanced_optimization"] = False  # LLVM does that work again: half the time to compile, the same code
     if threads is not None:
         options["cpu_max_num_threads"] = threads
     with quiet():

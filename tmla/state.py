@@ -8,10 +8,11 @@ from tmla.runtime import Caps, FieldPool
 from tmla.stages.attention import TILE
 from tmla.stages.ffn_warps import segment_len, segment_size
 from tmla.stages.lanes import cdiv
+from tmla.stages.threads import DESK
 from tmla.upload import Writer
 
 MAX_CHOSEN = 64  # greedy tokens between two read-backs
-CPU_SPLITS = 8  # parts of the context that CPU threads share out
+CPU_SPLITS = 8  # parts of the context that CPU threads share out, at least
 GPU_SPLITS = {"warp": 132, "subgroup": 264}  # parts of a long context, by kind of lanes (measured: docs/log.md)
 
 
@@ -51,7 +52,7 @@ class State:
     H, C + R to fours] fused queries; ``mix`` [H, C] latent mix (CPU); ``o`` [1, H V] heads' values; ``hidden``
     activations of the FFN, by kind of layer; ``logits`` [1, n_vocab]; ``rope`` [T, R/2, 2], ``scale`` [T] score
     scale. One-element fields that kernels read and advance: ``pos`` the position being decoded, ``layer_attn``
-    and ``layer_ffn`` the layer, ``token`` the last greedy choice; ``chosen`` [MAX_CHOSEN] the choices of a run,
+    and ``layer_ffn`` the layer, ``desk`` where CPU threads share out work, ``token`` the last greedy choice; ``chosen`` [MAX_CHOSEN] the choices of a run,
     among the first ``n_choice`` ids.
     """
 
@@ -61,6 +62,7 @@ class State:
         h, c = cfg.n_heads, cfg.kv_lora_rank
         q_width = h * cfg.qk_head_dim
         self.pos, self.layer_attn, self.layer_ffn, self.token, self.step = (pool.field(ti.i32, (1,)) for _ in range(5))
+        self.desk = pool.field(ti.i32, DESK)
         self.chosen = pool.field(ti.i32, (MAX_CHOSEN,))
         self.n_choice = n_choice
         self.best = pool.field(ti.f32, (256,))
@@ -75,7 +77,7 @@ class State:
         self.o = pool.field(ti.f32, (1, h * cfg.v_head_dim))
         self.hidden = {kind: pool.field(ti.f32, shape) for kind, shape in hidden_shapes(cfg, caps).items()}
         self.logits = pool.field(ti.f32, (1, cfg.n_vocab))
-        self.attn = AttentionScratch(pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else CPU_SPLITS, h, c, gpu=caps.gpu)
+        self.attn = AttentionScratch(pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else max(CPU_SPLITS, 2 * caps.threads), h, c, gpu=caps.gpu)
         self.route = RouterScratch(pool, cfg.n_experts, cfg.n_experts_used, cfg.n_expert_groups)
         self.rope = pool.field(ti.f32, (n_ctx, cfg.qk_rope_head_dim // 2, 2))
         self.scale = pool.field(ti.f32, (n_ctx,))

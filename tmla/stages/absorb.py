@@ -18,14 +18,16 @@ from tmla.stages.cache_row import cache_row, cache_row_block
 from tmla.stages.lanes import cdiv, log2, width
 from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value, row_dot_q8
 from tmla.stages.rope import rope_query, turned
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 from tmla.stages.words import WORD, dot_word
 
 BLOCK = 256
 
 
 @ti.func
-def absorb_unsplit_loop(
+def absorb_unsplit_part(
+    first,
+    end,
     w: ti.template(),
     layer: ti.template(),
     q: ti.template(),
@@ -34,23 +36,22 @@ def absorb_unsplit_loop(
     qa: ti.template(),
 ):
     n_block = ti.static(w.k_d.shape[2])
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, qa.shape[1] * n_block)
-            for hb in range(span[0], span[1]):
-                h, b = hb // n_block, hb % n_block
-                acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
-                for n in range(w.n_nope):
-                    row = h * (w.n_nope + w.n_v) + n
-                    s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[layer[0] - w.first, row, b], ti.f32)
-                    for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
-                        acc[j] += s * q8_value(w.k_q, layer[0] - w.first, row, b * Q8_BLOCK + j)
-                for j in range(Q8_BLOCK):
-                    qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
+    for hb in range(first, end):
+        h, b = hb // n_block, hb % n_block
+        acc = ti.Vector.zero(ti.f32, Q8_BLOCK)
+        for n in range(w.n_nope):
+            row = h * (w.n_nope + w.n_v) + n
+            s = q[0, h * (w.n_nope + w.n_rope) + n] * ti.cast(w.k_d[layer[0] - w.first, row, b], ti.f32)
+            for j in range(Q8_BLOCK):  # a local vector: the store cannot alias, so LLVM vectorises
+                acc[j] += s * q8_value(w.k_q, layer[0] - w.first, row, b * Q8_BLOCK + j)
+        for j in range(Q8_BLOCK):
+            qa[0, h, b * Q8_BLOCK + j] = acc[j] * scale[pos[0]]
 
 
 @ti.func
-def absorb_split_loop(
+def absorb_split_part(
+    first,
+    end,
     w: ti.template(),
     layer: ti.template(),
     q: ti.template(),
@@ -58,18 +59,22 @@ def absorb_split_loop(
     pos: ti.template(),
     qa: ti.template(),
 ):
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, qa.shape[1] * w.n_latent)
-            for hc in range(span[0], span[1]):
-                h = hc // w.n_latent
-                at = h * (w.n_nope + w.n_rope)
-                dot = row_dot_q8(w.k_q, w.k_d, layer[0] - w.first, hc, q, 0, at, w.k_d.shape[2])
-                qa[0, h, hc - h * w.n_latent] = dot * scale[pos[0]]
+    for hc in range(first, end):
+        h = hc // w.n_latent
+        at = h * (w.n_nope + w.n_rope)
+        dot = row_dot_q8(w.k_q, w.k_d, layer[0] - w.first, hc, q, 0, at, w.k_d.shape[2])
+        qa[0, h, hc - h * w.n_latent] = dot * scale[pos[0]]
+
+
+def absorb_count(w, n_heads: int) -> int:
+    """Things that :func:`absorb_part` counts: rows of ``attn_k_b``, or a head's blocks along the latent."""
+    return n_heads * (w.n_latent if w.split else w.k_d.shape[2])
 
 
 @ti.func
-def absorb_loop(
+def absorb_part(
+    first,
+    end,
     w: ti.template(),
     layer: ti.template(),
     q: ti.template(),
@@ -78,9 +83,9 @@ def absorb_loop(
     qa: ti.template(),
 ):
     if ti.static(w.split):
-        absorb_split_loop(w, layer, q, scale, pos, qa)
+        absorb_split_part(first, end, w, layer, q, scale, pos, qa)
     else:
-        absorb_unsplit_loop(w, layer, q, scale, pos, qa)
+        absorb_unsplit_part(first, end, w, layer, q, scale, pos, qa)
 
 
 @ti.func
@@ -226,7 +231,10 @@ def _absorb_loop(
     pos: ti.template(),
     qa: ti.template(),
 ):
-    absorb_loop(w, layer, q, scale, pos, qa)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, ti.static(absorb_count(w, qa.shape[1])))
+            absorb_part(span[0], span[1], w, layer, q, scale, pos, qa)
 
 
 @ti.kernel

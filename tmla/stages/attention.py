@@ -9,7 +9,7 @@ and each tile serves every head, so that a cached row is fetched once. This file
 import numpy as np
 import taichi as ti
 
-from tmla.stages.threads import SPREAD
+from tmla.stages.threads import SPREAD, share, team
 
 TILE = 32  # cached rows per rescale
 HEADS = 4  # heads that share one pass over a tile's rows (accumulators stay in registers)
@@ -33,9 +33,9 @@ def _tile_scores(w: ti.template(), layer: ti.template(), t0, t1, qa: ti.template
     for hg in range((n_heads + HEADS - 1) // HEADS):
         for tg in range((t1 - t0 + ROWS - 1) // ROWS):
             # rows and heads past the end repeat the last one: the same value is written twice
-            ta = t0 + tg * ROWS
+            ta = ti.min(t0 + tg * ROWS, t1 - 1)
             tb = ti.min(ta + 1, t1 - 1)
-            h0 = hg * HEADS
+            h0 = ti.min(hg * HEADS, n_heads - 1)
             h1, h2, h3 = ti.min(h0 + 1, n_heads - 1), ti.min(h0 + 2, n_heads - 1), ti.min(h0 + 3, n_heads - 1)
             a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
             b0, b1, b2, b3 = 0.0, 0.0, 0.0, 0.0
@@ -105,7 +105,7 @@ def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti
                     a.scores[s, h1, k + 2],
                     a.scores[s, h1, k + 3],
                 )
-                ta, tb, tc, td = t0 + k, t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
+                ta, tb, tc, td = t0 + ti.min(k, last), t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
                 for j in range(CHUNK):
                     c = b * CHUNK + j
                     v0 = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
@@ -125,25 +125,35 @@ def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti
 
 
 @ti.func
-def attention_loop(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
-    for i in range(a.part.shape[0] * SPREAD):
-        if i % SPREAD == 0:
-            s = i // SPREAD
-            n_rows = pos[0] + 1
-            span = split_span(n_rows, a.part.shape[0], TILE)
-            first = s * span[0]
-            n_tiles = (n_rows + TILE - 1) // TILE
-            for tile in range(first, ti.min(first + span[0], n_tiles)):
-                t0 = tile * TILE
-                t1 = ti.min(t0 + TILE, n_rows)
-                _tile_scores(w, layer, t0, t1, qa, s, a.scores)
-                _tile_softmax(s, t1 - t0, tile == first, a)
-                _tile_values(w, layer, t0, t1, s, tile == first, a)
+def attention_splits(
+    first_split,
+    end_split,
+    w: ti.template(),
+    layer: ti.template(),
+    pos: ti.template(),
+    qa: ti.template(),
+    a: ti.template(),
+):
+    """Some splits of the context; those behind its end have no rows."""
+    n_rows = pos[0] + 1
+    span = split_span(n_rows, a.part.shape[0], TILE)
+    n_tiles = (n_rows + TILE - 1) // TILE
+    for s in range(first_split, end_split):
+        first = s * span[0]
+        for tile in range(first, ti.min(first + span[0], n_tiles)):
+            t0 = tile * TILE
+            t1 = ti.min(t0 + TILE, n_rows)
+            _tile_scores(w, layer, t0, t1, qa, s, a.scores)
+            _tile_softmax(s, t1 - t0, tile == first, a)
+            _tile_values(w, layer, t0, t1, s, tile == first, a)
 
 
 @ti.kernel
 def _attention(w: ti.template(), layer: ti.template(), pos: ti.template(), qa: ti.template(), a: ti.template()):
-    attention_loop(w, layer, pos, qa, a)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, a.part.shape[0])
+            attention_splits(span[0], span[1], w, layer, pos, qa, a)
 
 
 def attention(w, layer, pos, qa, scratch):

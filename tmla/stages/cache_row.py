@@ -48,24 +48,6 @@ def write_row(
 
 
 @ti.func
-def cache_row_loop(
-    proj: ti.template(),
-    row0: ti.template(),
-    w: ti.template(),
-    layer: ti.template(),
-    first: ti.template(),
-    eps,
-    table: ti.template(),
-    half: ti.template(),
-    cache: ti.template(),
-    pos: ti.template(),
-):
-    ti.loop_config(serialize=True)
-    for _ in range(1):
-        write_row(proj, 0, row0, w, layer[0] - first, eps, table, half, cache, pos[0])
-
-
-@ti.func
 def row_value(
     proj: ti.template(), row, i, c, inv, w: ti.template(), lay, table: ti.template(), pos, half: ti.template()
 ):
@@ -125,6 +107,24 @@ def cache_row_block(
                 cache[lay, pos, word] = halves(v)
 
 
+@ti.func
+def cache_row_one(
+    row,
+    _end,
+    proj: ti.template(),
+    row0: ti.template(),
+    w: ti.template(),
+    layer: ti.template(),
+    first: ti.template(),
+    eps: ti.template(),
+    table: ti.template(),
+    half: ti.template(),
+    cache: ti.template(),
+    pos: ti.template(),
+):
+    write_row(proj, row, row0, w, layer[0] - first, eps, table, half, cache, pos[0])
+
+
 @ti.kernel
 def _cache_row_loop(
     proj: ti.template(),
@@ -138,7 +138,9 @@ def _cache_row_loop(
     cache: ti.template(),
     pos: ti.template(),
 ):
-    cache_row_loop(proj, row0, w, layer, first, eps, table, half, cache, pos)
+    ti.loop_config(serialize=True)
+    for row in range(1):
+        cache_row_one(row, 1, proj, row0, w, layer, first, eps, table, half, cache, pos)
 
 
 @ti.kernel

@@ -23,7 +23,7 @@ from tmla.stages.chunk_attention_tiles import absorbed_segment_simt
 from tmla.stages.expanded_tiles import expanded_segment_simt, spread_rows_simt
 from tmla.stages.head_rows import absorb_rows, expand_rows, value_rows
 from tmla.stages.matmul import TOKENS, dots, put_six
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 
 SEGMENT = 256  # cached rows between two rescales
 QUERIES = 48  # tokens of one head that a thread works on
@@ -53,9 +53,9 @@ def expanding_pays(w, pos0: int, n: int) -> bool:
 @ti.kernel
 def _spread_rows(w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, rows: ti.template()):
     """rows[r] = cached row r0 + r, in f32."""
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n_rows)
+            span = share(i // SPREAD, n_rows)
             for r in range(span[0], span[1]):
                 for c in range(w.row_width):
                     rows[r, c] = ti.cast(w.cache[lay, r0 + r, c], ti.f32)
@@ -64,9 +64,9 @@ def _spread_rows(w: ti.template(), lay: ti.i32, r0: ti.i32, n_rows: ti.i32, rows
 @ti.kernel
 def _turn_values(values: ti.template(), width: ti.template(), n_rows: ti.i32, turned: ti.template()):
     """turned[0, c SEGMENT + r] = values[r, c]."""
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n_rows)
+            span = share(i // SPREAD, n_rows)
             for r in range(span[0], span[1]):
                 for c in range(width):
                     turned[0, c * SEGMENT + r] = values[r, c]
@@ -147,9 +147,9 @@ def _attend_segment(
     out: ti.template(),
 ):
     n_block = (n + (QUERIES - 1)) // QUERIES
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n_heads * n_block)
+            span = share(i // SPREAD, n_heads * n_block)
             for u in range(span[0], span[1]):
                 h = u // n_block
                 ta = (u - h * n_block) * QUERIES

@@ -2,11 +2,13 @@
 
 import taichi as ti
 
+from tmla import runtime
 from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value
 
 
 @ti.func
 def embed_body(w_q: ti.template(), w_d: ti.template(), token, scale, x: ti.template()):
+    ti.loop_config(serialize=ti.static(not runtime.caps().gpu))  # CPU: done before other threads are awake
     for i in range(x.shape[1]):
         x[0, i] = scale * ti.cast(w_d[0, token, i // Q8_BLOCK], ti.f32) * q8_value(w_q, 0, token, i)
 

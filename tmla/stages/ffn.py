@@ -10,7 +10,7 @@ import numpy as np
 import taichi as ti
 
 from tmla.stages.linear import dequantise_ref, row_dot_q8
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 
 
 @ti.func
@@ -40,56 +40,65 @@ def activation(
     return out
 
 
+# `layer[0] - w.first` stands in the innermost loops below: from a local variable outside them, LLVM makes code half as
+# fast (docs/log.md).
+
+
 @ti.func
-def ffn_up_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template(), hidden: ti.template()):
-    """hidden[0, i] for all K * Fe + Fs activations."""
+def common_up_part(first, end, w: ti.template(), layer: ti.template(), x: ti.template(), hidden: ti.template()):
+    """Some activations of the part that every token uses, behind the experts' in `hidden`."""
     n_routed = ti.static(w.n_used * w.expert_ffn_dim)
-    # `layer[0] - w.first` stands inside the innermost loop: from a local variable outside it, LLVM makes code half as
-    # fast (docs/log.md).
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            if ti.static(n_routed > 0):
-                span = share(i, w.expert_ffn_dim)
-                for k in range(w.n_used):
-                    for f in range(span[0], span[1]):
-                        row = r.expert[0, k] * w.expert_ffn_dim + f
-                        a = activation(
-                            w, w.gate_exps_q, w.gate_exps_d, w.up_exps_q, w.up_exps_d, layer[0] - w.first, row, x
-                        )
-                        hidden[0, k * w.expert_ffn_dim + f] = r.weight[0, k] * a
-            if ti.static(w.common_ffn_dim > 0):
-                rows = share(i, w.common_ffn_dim)
-                for f in range(rows[0], rows[1]):
-                    a = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, f, x)
-                    hidden[0, n_routed + f] = a
+    for f in range(first, end):
+        hidden[0, n_routed + f] = activation(w, w.gate_q, w.gate_d, w.up_q, w.up_d, layer[0] - w.first, f, x)
 
 
 @ti.func
-def ffn_down_loop(w: ti.template(), layer: ti.template(), r: ti.template(), hidden: ti.template(), x: ti.template()):
-    """x[0, o] += residual_scale * (all down projections)."""
+def experts_up_part(
+    first, end, w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template(), hidden: ti.template()
+):
+    """Some activations of every chosen expert."""
+    for k in range(w.n_used):
+        for f in range(first, end):
+            row = r.expert[0, k] * w.expert_ffn_dim + f
+            a = activation(w, w.gate_exps_q, w.gate_exps_d, w.up_exps_q, w.up_exps_d, layer[0] - w.first, row, x)
+            hidden[0, k * w.expert_ffn_dim + f] = r.weight[0, k] * a
+
+
+@ti.func
+def down_part(
+    first, end, w: ti.template(), layer: ti.template(), r: ti.template(), hidden: ti.template(), x: ti.template()
+):
+    """Some outputs: x[0, o] += residual_scale * (all down projections)."""
     n_out = ti.static(x.shape[1])
-    first = ti.static(w.n_used * w.expert_ffn_dim)
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, n_out)
-            for o in range(span[0], span[1]):
-                acc = 0.0
-                if ti.static(w.n_used > 0):
-                    n_block = ti.static(w.down_exps_d.shape[2])
-                    for k in range(w.n_used):
-                        row, at = r.expert[0, k] * n_out + o, k * w.expert_ffn_dim
-                        acc += row_dot_q8(w.down_exps_q, w.down_exps_d, layer[0] - w.first, row, hidden, 0, at, n_block)
-                if ti.static(w.common_ffn_dim > 0):
-                    acc += row_dot_q8(w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, first, w.down_d.shape[2])
-                x[0, o] = x[0, o] + w.residual_scale * acc
+    n_routed = ti.static(w.n_used * w.expert_ffn_dim)
+    for o in range(first, end):
+        acc = 0.0
+        if ti.static(w.n_used > 0):
+            n_block = ti.static(w.down_exps_d.shape[2])
+            for k in range(w.n_used):
+                row, at = r.expert[0, k] * n_out + o, k * w.expert_ffn_dim
+                acc += row_dot_q8(w.down_exps_q, w.down_exps_d, layer[0] - w.first, row, hidden, 0, at, n_block)
+        if ti.static(w.common_ffn_dim > 0):
+            acc += row_dot_q8(w.down_q, w.down_d, layer[0] - w.first, o, hidden, 0, n_routed, w.down_d.shape[2])
+        x[0, o] = x[0, o] + w.residual_scale * acc
 
 
 @ti.kernel
 def _ffn_loop(
     w: ti.template(), layer: ti.template(), xn: ti.template(), r: ti.template(), hidden: ti.template(), x: ti.template()
 ):
-    ffn_up_loop(w, layer, xn, r, hidden)
-    ffn_down_loop(w, layer, r, hidden, x)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            if ti.static(w.common_ffn_dim > 0):
+                span = share(i // SPREAD, w.common_ffn_dim)
+                common_up_part(span[0], span[1], w, layer, xn, hidden)
+            if ti.static(w.n_used > 0):
+                rows = share(i // SPREAD, w.expert_ffn_dim)
+                experts_up_part(rows[0], rows[1], w, layer, xn, r, hidden)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, x.shape[1])
+            down_part(span[0], span[1], w, layer, r, hidden, x)
 
 
 def ffn(w, layer, xn, scratch, hidden, x):

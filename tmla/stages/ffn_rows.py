@@ -13,7 +13,7 @@ from tmla.stages.ffn import silu
 from tmla.stages.ffn_tiles import ffn_rows_simt
 from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.matmul import TOKENS, dots, fill_row, matmul_q8, strip_rows, strip_times_rows
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 
 
 @ti.func
@@ -64,9 +64,9 @@ def _up_experts_loop(
 ):
     n_in, fe = ti.static(x.shape[1], w.expert_ffn_dim)
     half = ti.static(strip_rows(x.shape[1]) // 2)
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, ti.static(-(-w.expert_ffn_dim // half)))
+            span = share(i // SPREAD, ti.static(-(-w.expert_ffn_dim // half)))
             for e in range(ti.static(w.router.shape[1])):
                 if g.start[e] < g.start[e + 1]:
                     for s in range(span[0], span[1]):
@@ -93,9 +93,9 @@ def _up_common_loop(
 ):
     n_in = ti.static(x.shape[1])
     half = ti.static(strip_rows(x.shape[1]) // 2)
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, ti.static(-(-w.common_ffn_dim // half)))
+            span = share(i // SPREAD, ti.static(-(-w.common_ffn_dim // half)))
             for s in range(span[0], span[1]):
                 f0 = s * half
                 n_rows = ti.min(half, w.common_ffn_dim - f0)
@@ -111,9 +111,9 @@ def _down_experts_loop(
 ):
     dim, n_in = ti.static(out.shape[1], w.down_exps_d.shape[2] * Q8_BLOCK)
     rows = ti.static(strip_rows(w.down_exps_d.shape[2] * Q8_BLOCK))
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, ti.static(-(-out.shape[1] // rows)))
+            span = share(i // SPREAD, ti.static(-(-out.shape[1] // rows)))
             for e in range(ti.static(w.router.shape[1])):
                 if g.start[e] < g.start[e + 1]:
                     for s in range(span[0], span[1]):
@@ -141,9 +141,9 @@ def _down_experts_loop(
 @ti.kernel
 def _add_experts_loop(w: ti.template(), out: ti.template(), n: ti.i32, g: ti.template(), x: ti.template()):
     dim = ti.static(x.shape[1])
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n)
+            span = share(i // SPREAD, n)
             for t in range(span[0], span[1]):
                 for k in range(w.n_used):
                     p = g.place[t * w.n_used + k]

@@ -24,7 +24,7 @@ from tmla.stages.linear import Q8_BLOCK, q8_value
 from tmla.stages.matmul import fill_row, strip_times_rows
 from tmla.stages.matmul_tiles import head_matmul_simt
 from tmla.stages.rows import copy_pe
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 from tmla.stages.v_combine import v_combine_ref
 
 ROWS = 32  # outputs of a head in a strip
@@ -49,9 +49,9 @@ def _head_rows_loop(
     y_stride: ti.template(),
 ):
     per_head = ti.static(-(-n_out // ROWS))
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n_heads * per_head)
+            span = share(i // SPREAD, n_heads * per_head)
             for u in range(span[0], span[1]):
                 h = u // per_head
                 o0 = (u - h * per_head) * ROWS

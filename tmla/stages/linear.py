@@ -9,7 +9,7 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.lanes import cdiv, log2, pow2, width
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 from tmla.stages.words import Tiling, rms_factor, row_parts, rows_dot
 
 TALL = 32768  # rows from which a matrix fills any device with one warp for four rows
@@ -34,24 +34,28 @@ def row_dot_q8(w_q: ti.template(), w_d: ti.template(), layer, o, x: ti.template(
 
     Sixteen sums side by side that go through the whole row, two blocks at a time: LLVM keeps them in two registers and
     adds them up once, at the end (27 % faster than one sum a block: docs/log.md).
+
+    The row's number is limited to the last row, which it never exceeds: LLVM's loop strength reduction tries every way
+    to split a sum of addresses, and a minimum is one term less. It took most of the time to compile (docs/log.md).
     """
     acc = ti.Vector.zero(ti.f32, LANES)
+    row = ti.min(o, ti.static(w_q.shape[1] - 1))
     for b in range(n_block // 2):
-        d, e = ti.cast(w_d[layer, o, 2 * b], ti.f32), ti.cast(w_d[layer, o, 2 * b + 1], ti.f32)
+        d, e = ti.cast(w_d[layer, row, 2 * b], ti.f32), ti.cast(w_d[layer, row, 2 * b + 1], ti.f32)
         for j in range(LANES):  # a plain loop: LLVM vectorises it, an unrolled one it does not
             i = 2 * b * Q8_BLOCK + j
-            first = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
-            first += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            first = q8_value(w_q, layer, row, i) * x[x_row, x0 + i]
+            first += q8_value(w_q, layer, row, i + LANES) * x[x_row, x0 + i + LANES]
             i += Q8_BLOCK
-            second = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
-            second += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            second = q8_value(w_q, layer, row, i) * x[x_row, x0 + i]
+            second += q8_value(w_q, layer, row, i + LANES) * x[x_row, x0 + i + LANES]
             acc[j] += d * first + e * second
     if ti.static(n_block % 2 == 1):
-        d = ti.cast(w_d[layer, o, n_block - 1], ti.f32)
+        d = ti.cast(w_d[layer, row, n_block - 1], ti.f32)
         for j in range(LANES):
             i = (n_block - 1) * Q8_BLOCK + j
-            last = q8_value(w_q, layer, o, i) * x[x_row, x0 + i]
-            last += q8_value(w_q, layer, o, i + LANES) * x[x_row, x0 + i + LANES]
+            last = q8_value(w_q, layer, row, i) * x[x_row, x0 + i]
+            last += q8_value(w_q, layer, row, i + LANES) * x[x_row, x0 + i + LANES]
             acc[j] += d * last
     total = 0.0
     for j in range(LANES):
@@ -60,7 +64,9 @@ def row_dot_q8(w_q: ti.template(), w_d: ti.template(), layer, o, x: ti.template(
 
 
 @ti.func
-def matvec_loop(
+def matvec_rows(
+    first_row,
+    end_row,
     w_q: ti.template(),
     w_d: ti.template(),
     layer: ti.template(),
@@ -71,15 +77,12 @@ def matvec_loop(
     add: ti.template(),
     y: ti.template(),
 ):
-    """y = scale * W[layer - first] @ x[x0:], or y += that; x is normalised already."""
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, w_d.shape[1])
-            for o in range(span[0], span[1]):
-                v = scale * row_dot_q8(w_q, w_d, layer[0] - first, o, x, 0, x0, w_d.shape[2])
-                if ti.static(add):
-                    v += y[0, o]
-                y[0, o] = v
+    """Some rows of y = scale * W[layer - first] @ x[x0:], or y += that; x is normalised already."""
+    for o in range(first_row, end_row):
+        v = scale * row_dot_q8(w_q, w_d, layer[0] - first, o, x, 0, x0, w_d.shape[2])
+        if ti.static(add):
+            v += y[0, o]
+        y[0, o] = v
 
 
 @ti.func
@@ -145,7 +148,10 @@ def _matvec_loop(
     add: ti.template(),
     y: ti.template(),
 ):
-    matvec_loop(w_q, w_d, layer, 0, x, 0, scale, add, y)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, w_d.shape[1])
+            matvec_rows(span[0], span[1], w_q, w_d, layer, 0, x, 0, scale, add, y)
 
 
 @ti.kernel

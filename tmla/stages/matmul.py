@@ -13,7 +13,7 @@ import taichi as ti
 from tmla import runtime
 from tmla.stages.linear import Q8_BLOCK, dequantise_ref, q8_value
 from tmla.stages.matmul_tiles import matmul_simt
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 
 TOKENS = 3  # activation rows that meet two matrix rows at once
 STRIP_VALUES = 32768  # f32 of a strip
@@ -120,9 +120,9 @@ def _matmul_loop(
     piece = ti.static(piece_blocks(w_d.shape[2]))
     rows = ti.static(strip_rows(piece_blocks(w_d.shape[2]) * Q8_BLOCK))
     n_strip = ti.static(-(-w_d.shape[1] // rows))
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n_strip)
+            span = share(i // SPREAD, n_strip)
             for s in range(span[0], span[1]):
                 o0, o1 = s * rows, ti.min((s + 1) * rows, n_out)
                 for q in range(ti.static(-(-w_d.shape[2] // piece))):

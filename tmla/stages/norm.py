@@ -8,23 +8,31 @@ import taichi as ti
 
 
 @ti.func
-def rms_norm_loop(
-    x: ti.template(), x0, w: ti.template(), layer: ti.template(), first: ti.template(), eps, y: ti.template()
+def rms_norm_row(
+    row,
+    _end,
+    x: ti.template(),
+    x0: ti.template(),
+    w: ti.template(),
+    layer: ti.template(),
+    first: ti.template(),
+    eps: ti.template(),
+    y: ti.template(),
 ):
     n = ti.static(w.shape[1])
-    ti.loop_config(serialize=True)
-    for _ in range(1):
-        ss = 0.0
-        for i in range(n):
-            ss += x[0, x0 + i] * x[0, x0 + i]
-        inv = 1.0 / ti.sqrt(ss / n + eps)
-        for i in range(n):
-            y[0, i] = x[0, x0 + i] * inv * w[layer[0] - first, i]
+    ss = 0.0
+    for i in range(n):
+        ss += x[row, x0 + i] * x[row, x0 + i]
+    inv = 1.0 / ti.sqrt(ss / n + eps)
+    for i in range(n):
+        y[row, i] = x[row, x0 + i] * inv * w[layer[0] - first, i]
 
 
 @ti.kernel
 def _rms_norm(x: ti.template(), w: ti.template(), layer: ti.template(), eps: ti.f32, y: ti.template()):
-    rms_norm_loop(x, 0, w, layer, 0, eps, y)
+    ti.loop_config(serialize=True)
+    for row in range(1):
+        rms_norm_row(row, 1, x, 0, w, layer, 0, eps, y)
 
 
 def rms_norm(x, w, layer, eps, y):

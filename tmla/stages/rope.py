@@ -8,6 +8,8 @@ Source: RoFormer (Su et al., 2021); YaRN changes the table alone.
 import numpy as np
 import taichi as ti
 
+from tmla.stages.threads import SPREAD, share, team
+
 
 @ti.func
 def turned(src: ti.template(), row, i, p, table: ti.template(), pos, half: ti.template()):
@@ -22,7 +24,9 @@ def turned(src: ti.template(), row, i, p, table: ti.template(), pos, half: ti.te
 
 
 @ti.func
-def rope_query_loop(
+def rope_query_heads(
+    first_head,
+    end_head,
     q: ti.template(),
     n_nope: ti.template(),
     table: ti.template(),
@@ -33,8 +37,7 @@ def rope_query_loop(
     n_latent: ti.template(),
 ):
     n_pair = ti.static(table.shape[1])
-    ti.loop_config(serialize=True)
-    for h in range(qa.shape[1]):
+    for h in range(first_head, end_head):
         at = h * (n_nope + 2 * n_pair) + n_nope
         for p in range(n_pair):
             t = turned(q, 0, at, p, table, pos[0], half) * scale[pos[0]]
@@ -56,7 +59,10 @@ def _rope_query(
     qa: ti.template(),
     n_latent: ti.template(),
 ):
-    rope_query_loop(q, n_nope, table, pos, half, scale, qa, n_latent)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, qa.shape[1])
+            rope_query_heads(span[0], span[1], q, n_nope, table, pos, half, scale, qa, n_latent)
 
 
 def rope_query(q, n_nope, table, pos, half, scale, qa, n_latent):

@@ -11,7 +11,7 @@ from tmla import runtime
 from tmla.stages.matmul import strip_rows, strip_times_rows
 from tmla.stages.route_tiles import route_rows_simt
 from tmla.stages.router import choose
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 
 
 @ti.kernel
@@ -20,9 +20,9 @@ def _logit_rows_loop(
 ):
     dim, n_expert = ti.static(w.router.shape[2], w.router.shape[1])
     rows = ti.static(strip_rows(w.router.shape[2]))
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, ti.static(-(-w.router.shape[1] // rows)))
+            span = share(i // SPREAD, ti.static(-(-w.router.shape[1] // rows)))
             for s in range(span[0], span[1]):
                 e0 = s * rows
                 n_rows = ti.min(rows, n_expert - e0)

@@ -16,6 +16,7 @@ import taichi as ti
 
 from tmla import runtime
 from tmla.stages.lanes import cdiv
+from tmla.stages.threads import SPREAD, share, team
 
 DROPPED = -1.0e38  # below every score: an expert whose group is out
 TAKEN = -2.0e38  # below that: one that is chosen already
@@ -43,12 +44,17 @@ class Routing:
 
 
 @ti.func
-def router_logits_loop(w: ti.template(), layer: ti.template(), x: ti.template(), logit: ti.template()):
-    for e in range(w.router.shape[1]):
-        acc = 0.0
-        for i in range(w.router.shape[2]):
-            acc += w.router[layer[0] - w.first, e, i] * x[0, i]
-        logit[0, e] = acc
+def _logit(w: ti.template(), layer: ti.template(), e, x: ti.template()):
+    acc = 0.0
+    for i in range(w.router.shape[2]):
+        acc += w.router[layer[0] - w.first, e, i] * x[0, i]
+    return acc
+
+
+@ti.func
+def router_logits_part(first, end, w: ti.template(), layer: ti.template(), x: ti.template(), logit: ti.template()):
+    for e in range(first, end):
+        logit[0, e] = _logit(w, layer, e, x)
 
 
 @ti.func
@@ -127,10 +133,8 @@ def choose(w: ti.template(), lay, r: ti.template()):
 
 
 @ti.func
-def router_choose_loop(w: ti.template(), layer: ti.template(), r: ti.template()):
-    ti.loop_config(serialize=True)
-    for _ in range(1):
-        choose(w, layer[0] - w.first, r)
+def choose_row(_row, _end, w: ti.template(), layer: ti.template(), r: ti.template()):
+    choose(w, layer[0] - w.first, r)
 
 
 @ti.func
@@ -236,13 +240,19 @@ def weight_of(w: ti.template(), slot, n: ti.template(), score: ti.template(), wh
 
 @ti.kernel
 def _router_loop(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template()):
-    router_logits_loop(w, layer, x, r.logit)
-    router_choose_loop(w, layer, r)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, w.router.shape[1])
+            router_logits_part(span[0], span[1], w, layer, x, r.logit)
+    ti.loop_config(serialize=True)
+    for row in range(1):
+        choose_row(row, 1, w, layer, r)
 
 
 @ti.kernel
 def _router_simt(w: ti.template(), layer: ti.template(), x: ti.template(), r: ti.template()):
-    router_logits_loop(w, layer, x, r.logit)
+    for e in range(w.router.shape[1]):
+        r.logit[0, e] = _logit(w, layer, e, x)
     ti.loop_config(block_dim=BLOCK)
     for i in range(BLOCK):
         score = ti.simt.block.SharedArray(r.logit.shape[1], ti.f32)

@@ -11,7 +11,7 @@ from tmla.stages.cache_row import cache_row_block, write_row
 from tmla.stages.lanes import cdiv, log2, width
 from tmla.stages.linear import Q8_BLOCK, q8_value
 from tmla.stages.rope import turned
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 from tmla.stages.words import rms_factor
 
 BLOCK = 256
@@ -31,9 +31,9 @@ def _embed_rows(
 @ti.kernel
 def _norm_rows_loop(x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, eps: ti.f32, y: ti.template()):
     dim = ti.static(w.shape[1])
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n)
+            span = share(i // SPREAD, n)
             for t in range(span[0], span[1]):
                 ss = 0.0
                 for c in range(dim):
@@ -65,9 +65,9 @@ def _norm_rows_simt(x: ti.template(), w: ti.template(), lay: ti.i32, n: ti.i32, 
 
 @ti.kernel
 def _cache_rows_loop(w: ti.template(), lay: ti.i32, proj: ti.template(), table: ti.template(), pos0: ti.i32, n: ti.i32):
-    for i in range(ti.static(slots() * SPREAD)):
+    for i in range(ti.static(team())):
         if i % SPREAD == 0:
-            span = share(i, n)
+            span = share(i // SPREAD, n)
             for t in range(span[0], span[1]):
                 write_row(proj, t, w.row0, w.kv_a_norm, lay, w.eps, table, w.half_pairs, w.cache, pos0 + t)
 

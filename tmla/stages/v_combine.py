@@ -12,7 +12,7 @@ from tmla.stages.attention import CHUNK, NEG_INF, TILE, split_span
 from tmla.stages.attention_shape import tile
 from tmla.stages.lanes import cdiv, lane_max, lane_sum, log2, width
 from tmla.stages.linear import dequantise_ref, row_dot_q8
-from tmla.stages.threads import SPREAD, share, slots
+from tmla.stages.threads import SPREAD, share, team
 from tmla.stages.words import WORD, dot_word, lane_place, shared_len
 
 BLOCK = 512
@@ -20,38 +20,37 @@ VALUES_AHEAD = 2  # value rows a warp has in flight
 VALUE_BLOCKS = 4  # blocks that share a head's value rows (each joins the splits again)
 
 
+def join_count(a) -> int:
+    """Things that :func:`join_splits_part` counts: chunks of every head's latent."""
+    return a.part.shape[1] * (a.part.shape[2] // CHUNK)
+
+
 @ti.func
-def join_splits_loop(pos: ti.template(), a: ti.template(), mix: ti.template()):
+def join_splits_part(first, end, pos: ti.template(), a: ti.template(), mix: ti.template()):
     n_chunk = ti.static(a.part.shape[2] // CHUNK)
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, a.part.shape[1] * n_chunk)
-            n_split = split_span(pos[0] + 1, a.part.shape[0], TILE)[1]
-            for hb in range(span[0], span[1]):
-                h, b = hb // n_chunk, hb % n_chunk
-                m = a.top[h, 0]
-                for s in range(1, n_split):
-                    m = ti.max(m, a.top[h, s])
-                total = 0.0
-                acc = ti.Vector.zero(ti.f32, CHUNK)
-                for s in range(n_split):
-                    weight = ti.exp(a.top[h, s] - m)
-                    total += weight * a.total[h, s]
-                    for j in range(CHUNK):
-                        acc[j] += weight * a.part[s, h, b * CHUNK + j]
-                for j in range(CHUNK):
-                    mix[h, b * CHUNK + j] = acc[j] / total
+    n_split = split_span(pos[0] + 1, a.part.shape[0], TILE)[1]
+    for hb in range(first, end):
+        h, b = hb // n_chunk, hb % n_chunk
+        m = a.top[h, 0]
+        for s in range(1, n_split):
+            m = ti.max(m, a.top[h, s])
+        total = 0.0
+        acc = ti.Vector.zero(ti.f32, CHUNK)
+        for s in range(n_split):
+            weight = ti.exp(a.top[h, s] - m)
+            total += weight * a.total[h, s]
+            for j in range(CHUNK):
+                acc[j] += weight * a.part[s, h, b * CHUNK + j]
+        for j in range(CHUNK):
+            mix[h, b * CHUNK + j] = acc[j] / total
 
 
 @ti.func
-def v_combine_loop(w: ti.template(), layer: ti.template(), mix: ti.template(), o: ti.template()):
-    for i in range(ti.static(slots() * SPREAD)):
-        if i % SPREAD == 0:
-            span = share(i, o.shape[1])
-            for k in range(span[0], span[1]):
-                h = k // w.n_v
-                row = h * w.v_stride + w.v_offset + k % w.n_v
-                o[0, k] = row_dot_q8(w.v_q, w.v_d, layer[0] - w.first, row, mix, h, 0, w.v_d.shape[2])
+def v_combine_part(first, end, w: ti.template(), layer: ti.template(), mix: ti.template(), o: ti.template()):
+    for k in range(first, end):
+        h = k // w.n_v
+        row = h * w.v_stride + w.v_offset + k % w.n_v
+        o[0, k] = row_dot_q8(w.v_q, w.v_d, layer[0] - w.first, row, mix, h, 0, w.v_d.shape[2])
 
 
 @ti.func
@@ -165,8 +164,14 @@ def v_combine_simt(
 def _join_and_combine(
     w: ti.template(), layer: ti.template(), pos: ti.template(), a: ti.template(), mix: ti.template(), o: ti.template()
 ):
-    join_splits_loop(pos, a, mix)
-    v_combine_loop(w, layer, mix, o)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, ti.static(join_count(a)))
+            join_splits_part(span[0], span[1], pos, a, mix)
+    for i in range(ti.static(team())):
+        if i % SPREAD == 0:
+            span = share(i // SPREAD, o.shape[1])
+            v_combine_part(span[0], span[1], w, layer, mix, o)
 
 
 @ti.kernel
