@@ -5,6 +5,7 @@ import time
 import taichi as ti
 
 from tmla import runtime
+from tmla.fields import FieldPool
 
 N_WORDS = 1 << 26  # of 64 bits: 512 MB
 THREADS = 1 << 17
@@ -21,7 +22,7 @@ def _read(words: ti.template(), n_threads: ti.i32, out: ti.template()):
 
 def device_read_gb_s(n_words: int = N_WORDS, repetitions: int = 10) -> float:
     """Fastest read of `n_words` u64 words by neighbouring threads, in GB/s; the running backend's memory."""
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     n_threads = min(THREADS, n_words)
     words, out = pool.field(ti.u64, (n_words,)), pool.field(ti.u64, (n_threads,))
     words.fill(5)

@@ -11,6 +11,7 @@ import pytest
 import taichi as ti
 
 from tmla import runtime
+from tmla.fields import FieldPool
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -64,7 +65,7 @@ class FieldFactory:
     """Makes fields that are freed when the test ends."""
 
     def __init__(self):
-        self.pool = runtime.FieldPool()
+        self.pool = FieldPool()
 
     def __call__(self, array: np.ndarray, dtype=None):
         """Field with the values of an array; dtype by the array's unless given."""

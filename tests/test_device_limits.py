@@ -8,6 +8,7 @@ import taichi as ti
 
 import tmla
 from tests.conftest import backend
+from tmla import fields as pools
 from tmla import runtime, vulkan_device
 from tmla.config import open_checked
 from tmla.errors import BackendError
@@ -19,7 +20,7 @@ ARCH = backend()
 
 @pytest.fixture
 def pool(arch):
-    pool = runtime.FieldPool()
+    pool = pools.FieldPool()
     yield pool
     pool.destroy()
 
@@ -75,8 +76,8 @@ def test_other_backends_do_not_tell(arch):
 def test_a_field_beyond_the_promise_is_tried(pool, monkeypatch, dtype):
     """The end of the field is written and read: here it is reached, and left as it was."""
     tried = []
-    real = runtime._reaches_end
-    monkeypatch.setattr(runtime, "_reaches_end", lambda f: tried.append(f) or real(f))
+    real = pools._reaches_end
+    monkeypatch.setattr(pools, "_reaches_end", lambda f: tried.append(f) or real(f))
     monkeypatch.setattr(runtime, "_caps", dataclasses.replace(runtime.caps(), max_buffer=100))
     small, large = pool.field(ti.u8, (100,)), pool.field(dtype, (3, 101))
     assert tried == [large]
@@ -89,7 +90,7 @@ def test_a_field_of_odd_size_is_zeroed_to_its_end(arch, dtype):
     """In memory that another field has left full: Vulkan's own clearing stops at the last whole word."""
     for size in (1, 2, 3, 5, 303, 4099):
         for value in (77, 0):
-            pool = runtime.FieldPool()
+            pool = pools.FieldPool()
             fields = [pool.field(dtype, (size,)) for _ in range(8)]
             for f in fields:
                 assert not np.any(f.to_numpy())
@@ -99,7 +100,7 @@ def test_a_field_of_odd_size_is_zeroed_to_its_end(arch, dtype):
 
 def test_a_field_that_is_not_reached_is_refused(pool, monkeypatch):
     monkeypatch.setattr(runtime, "_caps", dataclasses.replace(runtime.caps(), max_buffer=100))
-    monkeypatch.setattr(runtime, "_reaches_end", lambda f: False)
+    monkeypatch.setattr(pools, "_reaches_end", lambda f: False)
     with pytest.raises(
         BackendError, match=r"up_q, u8 .*takes 101 bytes, .*promises 100 bytes a buffer .*maxStorageBuffer"
     ):
@@ -128,7 +129,7 @@ class Memory:
 
 @pytest.mark.parametrize("wraps", [True, False])
 def test_wrapped_and_dropped_ends_are_noticed(wraps):
-    assert not runtime._reaches_end(Memory(wraps))
+    assert not pools._reaches_end(Memory(wraps))
 
 
 # the plan

@@ -22,6 +22,7 @@ from tmla import atomic, runtime, state_file
 from tmla.cache_copy import CacheRows
 from tmla.config import open_checked
 from tmla.errors import ContextError, StateError, TmlaError
+from tmla.fields import FieldPool
 from tmla.saved_state import fingerprint
 from tmla.stages.cache_row import cache_field, cache_numpy
 from tmla.state_file import Header, open_state, write_state
@@ -121,7 +122,7 @@ def test_every_bit_pattern_comes_back(models, path, rng):
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_layers_in_several_banks(arch, rng, dtype):
     """Layers 0 and 1 in one field, 2 in another; rows of 37 values, which fill no whole number of words."""
-    pool, banks, width = runtime.FieldPool(), [], 37
+    pool, banks, width = FieldPool(), [], 37
     for first, n in ((0, 2), (2, 1)):
         cache = pool.field(*cache_field(n, 9, width, dtype, runtime.caps().layout))
         banks.append(types.SimpleNamespace(first=first, n=n, cache=cache, cache_dtype=dtype, row_width=width))

@@ -11,8 +11,9 @@ from tmla import state, weights
 from tmla.check_layer import LayerCheck, Result
 from tmla.check_weights import layer_roles, split
 from tmla.config import MLAConfig
+from tmla.fields import FieldPool
 from tmla.plan import make_plan
-from tmla.runtime import FieldPool, caps
+from tmla.runtime import caps
 from tmla.upload import Writer
 
 N_CTX, POSITION = 101, 77  # three tiles of rows, the last one begun

@@ -3,7 +3,8 @@
 import taichi as ti
 
 from tmla.config import MLAConfig
-from tmla.runtime import Caps, FieldPool
+from tmla.fields import FieldPool
+from tmla.runtime import Caps
 from tmla.stages import chunk_attention, chunk_attention_tiles, head_rows, matmul
 from tmla.stages.lanes import cdiv
 from tmla.stages.route_tiles import TILE_TOKENS

@@ -14,6 +14,7 @@ import taichi as ti
 from tmla import doctor_device, memory, runtime
 from tmla import doctor_kernels as kernels
 from tmla.errors import BackendError
+from tmla.fields import MAX_FIELD, FieldPool
 from tmla.stages.lanes import lane_ops
 from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.words import WORD
@@ -74,7 +75,7 @@ def device() -> Iterator[Found]:
 
 def u8() -> Iterator[Found]:
     """All 256 values of a u8 field, written, copied and read back."""
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     source, target = pool.field(ti.u8, (257,)), pool.field(ti.u8, (257,))
     values = (np.arange(257) % 256).astype(np.uint8)
     source.from_numpy(values)
@@ -90,7 +91,7 @@ def quants() -> Iterator[Found]:
         np.uint8
     )  # 11: odd, so all bytes
     w_q, _ = _upload(values, np.ones((rows, values.shape[1] // Q8_BLOCK), np.float16))
-    out = runtime.FieldPool().field(ti.f32, values.shape)
+    out = FieldPool().field(ti.f32, values.shape)
     expected = values.view(np.int8).astype(np.float32)
     reads = [kernels.read_quants] + [kernels.read_words] * (runtime.caps().layout == "words")
     n_wrong = 0
@@ -105,7 +106,7 @@ def f16() -> Iterator[Found]:
     """All 65,536 patterns of f16 as scales of Q8_0: copied, read as f32, and written from f32."""
     bits = np.arange(1 << 16).astype(np.uint16).reshape(2048, 32)
     _, w_d = _upload(np.zeros((2048, 32 * Q8_BLOCK), np.uint8), bits.view(np.float16))
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     copy, value, written = (pool.field(t, bits.shape) for t in (ti.f16, ti.f32, ti.f16))
     kernels.read_scales(w_d, copy, value, written)
     yield judge_f16(copy.to_numpy().view(np.uint16), value.to_numpy(), written.to_numpy().view(np.uint16))
@@ -164,7 +165,7 @@ def shared() -> Iterator[Found]:
     """Block sums through a shared array of the size that the stages use."""
     n_blocks = 5
     x = np.random.default_rng(1).integers(-50, 50, n_blocks * kernels.SHARED).astype(np.float32)  # sums are exact
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     values, out = pool.field(ti.f32, x.shape), pool.field(ti.f32, (n_blocks,))
     values.from_numpy(x)
     kernels.block_sums(values, out)
@@ -177,7 +178,7 @@ def lanes() -> Iterator[Found]:
     """The width of the lanes, and sums and maxima over them."""
     width = runtime.caps().lanes
     x = np.random.default_rng(2).integers(-1000, 1000, 4 * kernels.BLOCK).astype(np.float32)
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     values, total, top = (pool.field(ti.f32, x.shape) for _ in range(3))
     values.from_numpy(x)
     if width < 1 or width & (width - 1) or kernels.BLOCK % width:
@@ -193,7 +194,7 @@ def lanes() -> Iterator[Found]:
 
 def launch() -> Iterator[Found]:
     """Cost of a kernel launch: without arguments as the model does it, with one, and of a read-back."""
-    n = runtime.FieldPool().field(ti.i32, (64,))
+    n = FieldPool().field(ti.i32, (64,))
     bound = runtime.Launch(kernels.count, n)
     direct_us = _median_us(bound)
     argument_us = _median_us(lambda: kernels.count_by(n, 2))
@@ -209,9 +210,9 @@ def launch() -> Iterator[Found]:
 
 def bandwidth() -> Iterator[Found]:
     """Best rate at which a kernel reads and adds up the words of a large field."""
-    n_bytes = min(512 * _MIB, _share_of_memory(8), runtime.caps().max_buffer or runtime.MAX_FIELD)
+    n_bytes = min(512 * _MIB, _share_of_memory(8), runtime.caps().max_buffer or MAX_FIELD)
     n_bytes = 1 << (n_bytes.bit_length() - 1)
-    words = runtime.FieldPool().field(ti.u64, (n_bytes // WORD,), "the field that is read")
+    words = FieldPool().field(ti.u64, (n_bytes // WORD,), "the field that is read")
     best_s = sum_large(words, _READS)
     if best_s is None:
         yield Found(False, f"the sum of {n_bytes >> 20} MiB is wrong", {"bytes": n_bytes})
@@ -226,11 +227,11 @@ def largest() -> Iterator[Found]:
 
     A quarter of the free memory at most: what is tried must not push others out.
     """
-    limit = min(runtime.MAX_FIELD, _share_of_memory(4))
-    sizes = [size for size in (128 * _MIB, 512 * _MIB, runtime.MAX_FIELD) if size <= limit] or [limit]
+    limit = min(MAX_FIELD, _share_of_memory(4))
+    sizes = [size for size in (128 * _MIB, 512 * _MIB, MAX_FIELD) if size <= limit] or [limit]
     good = 0
     for size in sizes:
-        pool = runtime.FieldPool()
+        pool = FieldPool()
         try:
             field = pool.field(ti.u64, (size // WORD,), "the field that is tried")
         except BackendError as e:
@@ -240,7 +241,7 @@ def largest() -> Iterator[Found]:
             yield Found(False, f"a field of {_size(size)} does not hold what is written", {"bytes": good})
             return
         good = size // WORD * WORD
-        more = "as large as tmla makes one" if size == runtime.MAX_FIELD else "no larger one was tried"
+        more = "as large as tmla makes one" if size == MAX_FIELD else "no larger one was tried"
         yield Found(True, f"at least {_size(good)} ({more})", {"bytes": good})
         pool.destroy()
 
@@ -249,7 +250,7 @@ def holds_marks(words: Any) -> bool:
     """Write marks all over a u64 field, its last word included, and read them back."""
     n = min(1 << 16, words.shape[0])
     stride = (words.shape[0] - 1) // (n - 1)
-    out = runtime.FieldPool().field(ti.u64, (n,))
+    out = FieldPool().field(ti.u64, (n,))
     kernels.mark(words, stride, n)
     kernels.read_marks(words, stride, out)
     last = words.shape[0] - 1
@@ -262,7 +263,7 @@ def sum_large(words: Any, repeat: int) -> float | None:
     n, gpu = words.shape[0], runtime.caps().gpu
     n_threads = min(1 << 18 if gpu else 256, n)
     kernels.fill_words(words, n_threads)
-    out = runtime.FieldPool().field(ti.u64, (n_threads,))
+    out = FieldPool().field(ti.u64, (n_threads,))
     best_s = float("inf")
     for _ in range(repeat + 1):  # the first compiles
         runtime.sync()
@@ -281,7 +282,7 @@ def _upload(values: np.ndarray, scales: np.ndarray) -> tuple[Any, Any]:
     blocks[..., :2] = scales[..., None].view(np.uint8)
     blocks[..., 2:] = values.reshape(n_rows, n_blocks, Q8_BLOCK)
     dtype, per_word = (ti.u8, 1) if runtime.caps().layout == "bytes" else (ti.u64, WORD)
-    pool = runtime.FieldPool()
+    pool = FieldPool()
     w_q = pool.field(dtype, (1, n_rows, n_blocks * Q8_BLOCK // per_word))
     w_d = pool.field(ti.f16, (1, n_rows, n_blocks))
     Writer([w_q, w_d]).put_q8(blocks, w_q, w_d, 0, 0)
@@ -290,7 +291,7 @@ def _upload(values: np.ndarray, scales: np.ndarray) -> tuple[Any, Any]:
 
 def _share_of_memory(part: int) -> int:
     available = memory.available_bytes()
-    return runtime.MAX_FIELD if available is None else max(16 * _MIB, available // part)
+    return MAX_FIELD if available is None else max(16 * _MIB, available // part)
 
 
 def _median_us(call: Callable[[], Any], batch: int = _BATCH) -> float:

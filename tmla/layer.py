@@ -33,11 +33,11 @@ from tmla.stages.threads import SPREAD, Work, clear, do_all, team
 def attention_works(w, s) -> list[Work]:
     """The MLA block on CPU, stage by stage."""
     layer, n_heads = s.layer_attn, s.qa.shape[1]
-    rope_args = (s.rope, w.half_pairs)
+    cache_row_args = (s.proj, w.row0, w.kv_a_norm, layer, w.first, w.eps, s.rope, w.half_pairs, w.cache, s.pos)
     works = [
         Work(1, norm.rms_norm_row, (s.x, 0, w.attn_norm, layer, w.first, w.eps, s.xn)),
         matvec_work(w.proj_q, w.proj_d, layer, w.first, s.xn, 1.0, False, s.proj),
-        Work(1, cache_row.cache_row_one, (s.proj, w.row0, w.kv_a_norm, layer, w.first, w.eps, *rope_args, w.cache, s.pos)),
+        Work(1, cache_row.cache_row_one, cache_row_args),
     ]
     if w.has_q_lora:
         works += [

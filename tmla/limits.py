@@ -8,6 +8,7 @@ import taichi as ti
 from tmla import chunk_state, memory, runtime, state
 from tmla.config import MLAConfig
 from tmla.errors import BackendError, ContextError
+from tmla.fields import MAX_FIELD, FieldCounter
 from tmla.plan import largest_cache, make_plan
 from tmla.stages.attention_shape import MAX_LATENT
 from tmla.stages.ffn_warps import MAX_THREADS
@@ -49,7 +50,7 @@ def foreseen_caps(arch: str | None = None) -> runtime.Caps:
 
 def scratch_bytes(cfg: MLAConfig, n_ctx: int, caps: runtime.Caps) -> int:
     """Bytes of all that is neither weights nor cache: activations of a token and of a chunk, and tables."""
-    pool: Any = runtime.FieldCounter()
+    pool: Any = FieldCounter()
     pool.field(ti.i32, (1,))  # Globals.zero
     state.State(cfg, n_ctx, caps, pool, cfg.n_vocab)
     chunk_state.ChunkState(cfg, n_ctx, caps, pool)
@@ -77,7 +78,7 @@ def fit_n_ctx(name: str, cfg: MLAConfig, n_ctx: int | str, cache_dtype: str, cap
         return plan.weight_bytes + n * plan.cache_bytes + scratch_bytes(cfg, n, caps)
 
     available = memory.available_bytes() if caps.arch != "cuda" else None  # CUDA's own allocator answers for its memory
-    limit = largest_cache(cfg, cache_dtype, min(runtime.MAX_FIELD, caps.max_buffer or runtime.MAX_FIELD))
+    limit = largest_cache(cfg, cache_dtype, min(MAX_FIELD, caps.max_buffer or MAX_FIELD))
     if n_ctx == "max":
         fits = min(cfg.context_length, limit)
         if available is not None:

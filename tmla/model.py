@@ -10,6 +10,7 @@ import taichi as ti
 
 from tmla import bench_profile, chunk_state, config, layer, prefill, runtime, state, weights
 from tmla.errors import ContextError, NumericsError
+from tmla.fields import FieldPool
 from tmla.gguf_file import GGUFFile
 from tmla.plan import make_plan
 from tmla.runtime import counter
@@ -60,17 +61,19 @@ class Model(KeepsTokens):
         self.load_s = 0.0
         self.n_ctx, self.n_past, self.cache_dtype = n_ctx, 0, cache_dtype
         plan = make_plan(cfg, n_ctx, cache_dtype, caps.layout, promised=caps.max_buffer)
-        pools = [runtime.FieldPool() for _ in range(3)]
+        pools = [FieldPool() for _ in range(3)]
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
-        self._globals: Any = weights.Globals(plan, cfg, weight_pool)
-        self._globals.zero = scratch_pool.field(ti.i32, (1,))
-        self.attention_banks = [
-            weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
-        ]
-        self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
-        self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
+        with weight_pool.one_tree("norms, routers and scales"), scratch_pool.one_tree("activations and scratch"):
+            self._globals: Any = weights.Globals(plan, cfg, weight_pool)
+            self._globals.zero = scratch_pool.field(ti.i32, (1,))
+            self.attention_banks = [
+                weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
+            ]
+            self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+            self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
+            chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
         banks: list[Any] = [self._globals, *self.attention_banks, *self.ffn_banks]
@@ -86,7 +89,6 @@ class Model(KeepsTokens):
                 ", ".join(bank.roles),
             )
         self._steps = layer.Steps(self._globals, self.attention_banks, self.ffn_banks, self._state)
-        chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
         self._prefill = prefill.Prefill(self._globals, self.attention_banks, self.ffn_banks, self._state, chunk)
         self._last_token, self._fed = -1, np.full(n_ctx, -1, np.int32)
         self.memory = {
@@ -286,6 +288,6 @@ class Model(KeepsTokens):
         return None
 
 
-def _free_pools(pools: list[runtime.FieldPool]) -> None:
+def _free_pools(pools: list[FieldPool]) -> None:
     for pool in pools:
         pool.destroy()

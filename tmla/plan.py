@@ -13,7 +13,7 @@ import taichi as ti
 
 from tmla.config import MLAConfig
 from tmla.errors import BackendError
-from tmla.runtime import MAX_FIELD, dtype_bytes
+from tmla.fields import MAX_FIELD, dtype_bytes
 from tmla.stages.cache_row import cache_field
 from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.words import WORD
@@ -176,7 +176,7 @@ def make_plan(
         Most bytes and elements of one field.
     promised : int, optional
         Bytes of one buffer that the device promises to reach (:attr:`tmla.runtime.Caps.max_buffer`). Layers are cut to
-        it. Where a single layer is larger, the field is made all the same, and :class:`tmla.runtime.FieldPool` finds
+        it. Where a single layer is larger, the field is made all the same, and :class:`tmla.fields.FieldPool` finds
         out whether the device reaches its end.
 
     Raises

@@ -1,21 +1,18 @@
 """The one place that starts Taichi, and what the backend it started can do."""
 
-import contextlib
 import dataclasses
 import logging
-import math
 import os
 import sys
-from collections.abc import Iterator
 
 import taichi as ti
 
 from tmla import vulkan_device
 from tmla.errors import BackendError
+from tmla.excerpts import quicken
 from tmla.quiet import quiet
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")
-MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
 PROFILED = ("cuda", "vulkan", "cpu")  # Taichi 1.7.4's kernel profiler records nothing on Metal
 
 log = logging.getLogger(__name__)
@@ -156,6 +153,7 @@ def init(
         options["advanced_optimization"] = False  # LLVM does that work again: half the time to compile, the same code
     if threads is not None:
         options["cpu_max_num_threads"] = threads
+    quicken()
     with quiet():
         ti.init(arch=getattr(ti, arch), enable_fallback=False, **options) if _has(arch) else _unavailable(arch)
     got = ti.lang.impl.current_cfg().arch
@@ -197,109 +195,6 @@ def sync() -> None:
     ti.sync()
 
 
-class FieldPool:
-    """Fields that live and die together, each in a tree of its own.
-
-    One tree per field is a rule, not a taste: children of one tree are packed without alignment on Vulkan and Metal,
-    so that u8 and f16 fields of odd size corrupt their neighbours (taichi#8770).
-    """
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-        self._trees: list = []
-
-    def field(self, dtype, shape: tuple[int, ...], name: str = "a field"):
-        """Allocate one zeroed field of `dtype` and `shape`.
-
-        Raises
-        ------
-        BackendError
-            It is larger than a field can be, the memory does not suffice, or the device does not reach its end:
-            names the field by `name`, its bytes and what can be done.
-        """
-        n = math.prod(shape)
-        n_bytes = n * dtype_bytes(dtype)
-        what = f"{name}, {dtype} {list(shape)}, takes {n_bytes:,} bytes"
-        if max(n, n_bytes) > MAX_FIELD:
-            raise BackendError(f"{what} and {n:,} elements in one field, at most {MAX_FIELD:,} fit; {_smaller()}")
-        builder = ti.FieldsBuilder()
-        out = ti.field(dtype)
-        builder.dense(ti.axes(*range(len(shape))), shape).place(out)
-        try:
-            with _no_log():
-                tree = builder.finalize()
-        except RuntimeError as e:
-            beside = f"beside {self.n_bytes:,} bytes of the same kind"
-            raise BackendError(f"{what}, which could not be allocated {beside} ({_reason(e)}); {_smaller()}") from None
-        self._trees.append(tree)
-        promised = _caps.max_buffer if _caps is not None else None
-        if promised is not None and n_bytes > promised and not _reaches_end(out):
-            raise BackendError(
-                f"{what}, but a kernel does not reach its end: the device promises {promised:,} bytes a buffer "
-                f"(maxStorageBufferRange); {_smaller()}"
-            )
-        if n_bytes % 4 and _caps is not None and _caps.arch == "vulkan":
-            out.fill(0)  # Taichi zeroes whole words there, and leaves up to three bytes behind them as they were
-        self.n_bytes += n_bytes
-        return out
-
-    def destroy(self) -> None:
-        """Free every field of the pool. Fields of a runtime that was reset are gone already.
-
-        On Metal the memory stays taken until the process ends: Taichi 1.7.4 cannot free a tree there.
-        """
-        trees, self._trees = self._trees, []
-        if _caps is None or _caps.arch == "metal":
-            trees = []
-        for tree in trees:
-            tree.destroy()
-        self.n_bytes = 0
-
-
-class FieldCounter:
-    """Stands in for a :class:`FieldPool`: adds up bytes and allocates nothing."""
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-
-    def field(self, dtype, shape: tuple[int, ...], name: str = "") -> None:
-        """Count one field."""
-        self.n_bytes += math.prod(shape) * dtype_bytes(dtype)
-
-
-def dtype_bytes(dtype) -> int:
-    """Size in bytes of one element of a Taichi type used here."""
-    return {ti.u8: 1, ti.f16: 2, ti.f32: 4, ti.i32: 4, ti.u64: 8}[dtype]
-
-
-@contextlib.contextmanager
-def _no_log() -> Iterator[None]:
-    """Keep Taichi from logging an error that becomes one of ours."""
-    ti.set_logging_level(ti.CRITICAL)
-    try:
-        yield
-    finally:
-        ti.set_logging_level(ti.ERROR)
-
-
-def _smaller() -> str:
-    other = "" if _caps is None or _caps.arch == "cpu" else ", or use arch='cpu'"
-    return f"ask for a smaller context or take a smaller model{other}"
-
-
-def _reason(e: RuntimeError) -> str:
-    return str(e).strip().splitlines()[-1].rpartition("] ")[2]  # without Taichi's file and line
-
-
-def _reaches_end(f) -> bool:
-    """Does a kernel reach the last element of a zeroed field that is larger than the device promises?"""
-    first, last = (0,) * len(f.shape), tuple(size - 1 for size in f.shape)
-    f[last] = 1
-    reached = f[last] == 1 and f[first] == 0
-    f[last] = 0
-    return reached
-
-
 def _has(arch: str) -> bool:
     core = ti._lib.core
     return arch == "cpu" or {"metal": core.with_metal, "cuda": core.with_cuda, "vulkan": core.with_vulkan}[arch]()
@@ -327,8 +222,9 @@ def _probe(arch: str, debug: bool) -> Caps:
 
 
 def _subgroup_width() -> int:
-    pool = FieldPool()
-    width = pool.field(ti.i32, (1,))
+    width, tree = ti.field(ti.i32), ti.FieldsBuilder()
+    tree.dense(ti.i, 1).place(width)
+    tree.finalize()
 
     @ti.kernel
     def ask():

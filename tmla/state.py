@@ -4,7 +4,8 @@ import numpy as np
 import taichi as ti
 
 from tmla.config import MLAConfig
-from tmla.runtime import Caps, FieldPool
+from tmla.fields import FieldPool
+from tmla.runtime import Caps
 from tmla.stages.attention import TILE
 from tmla.stages.ffn_warps import segment_len, segment_size
 from tmla.stages.lanes import cdiv
@@ -51,9 +52,9 @@ class State:
     projections of the residual; ``q`` [1, H (N + R)] queries, the same field as proj without q_lora; ``qa`` [1,
     H, C + R to fours] fused queries; ``mix`` [H, C] latent mix (CPU); ``o`` [1, H V] heads' values; ``hidden``
     activations of the FFN, by kind of layer; ``logits`` [1, n_vocab]; ``rope`` [T, R/2, 2], ``scale`` [T] score
-    scale. One-element fields that kernels read and advance: ``pos`` the position being decoded, ``layer_attn``
-    and ``layer_ffn`` the layer, ``desk`` where CPU threads share out work, ``token`` the last greedy choice; ``chosen`` [MAX_CHOSEN] the choices of a run,
-    among the first ``n_choice`` ids.
+    scale; ``desk`` where CPU threads share out work; ``chosen`` [MAX_CHOSEN] the choices of a run, among the first
+    ``n_choice`` ids. One-element fields that kernels read and advance: ``pos`` the position being decoded,
+    ``layer_attn`` and ``layer_ffn`` the layer, ``token`` the last greedy choice.
     """
 
     _data_oriented = True
@@ -77,7 +78,9 @@ class State:
         self.o = pool.field(ti.f32, (1, h * cfg.v_head_dim))
         self.hidden = {kind: pool.field(ti.f32, shape) for kind, shape in hidden_shapes(cfg, caps).items()}
         self.logits = pool.field(ti.f32, (1, cfg.n_vocab))
-        self.attn = AttentionScratch(pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else max(CPU_SPLITS, 2 * caps.threads), h, c, gpu=caps.gpu)
+        self.attn = AttentionScratch(
+            pool, GPU_SPLITS[caps.lane_ops] if caps.gpu else max(CPU_SPLITS, 2 * caps.threads), h, c, gpu=caps.gpu
+        )
         self.route = RouterScratch(pool, cfg.n_experts, cfg.n_experts_used, cfg.n_expert_groups)
         self.rope = pool.field(ti.f32, (n_ctx, cfg.qk_rope_head_dim // 2, 2))
         self.scale = pool.field(ti.f32, (n_ctx,))

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from tmla.config import MIN_WEIGHT_SUM, MLAConfig
+from tmla.fields import FieldPool
 from tmla.plan import BankPlan, Plan, global_roles
-from tmla.runtime import FieldPool
 from tmla.stages.cache_row import cache_numpy
 from tmla.stages.ffn_warps import segment_size
 from tmla.stages.router import Routing

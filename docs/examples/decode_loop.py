@@ -1,6 +1,7 @@
 """A decode loop by hand: what `tmla.load` and `tmla.generate` do, without them. The kernels are those of a CPU."""
 
 from tmla import layer, runtime, state, weights
+from tmla.fields import FieldPool
 from tmla.loading import demo_path
 from tmla.plan import make_plan
 from tmla.requantize import open_checked
@@ -13,7 +14,7 @@ N_CTX, N_TOKENS, CACHE = 256, 24, "f16"
 gf, cfg = open_checked(demo_path())
 tokenizer = Tokenizer.from_gguf(gf)
 caps = runtime.init("cpu")
-plan, pool = make_plan(cfg, N_CTX, CACHE, caps.layout), runtime.FieldPool()
+plan, pool = make_plan(cfg, N_CTX, CACHE, caps.layout), FieldPool()
 g = weights.Globals(plan, cfg, pool)  # embedding, final norm, head
 attention = [weights.AttentionBank(p, cfg, CACHE, pool, pool) for p in plan.attention]  # layers, with their cache
 ffn = [weights.FFNBank(p, cfg, pool) for p in plan.ffn]

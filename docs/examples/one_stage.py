@@ -8,6 +8,7 @@ import numpy as np
 import taichi as ti
 
 from tmla import runtime
+from tmla.fields import FieldPool
 from tmla.gguf_file import q8_0_split
 from tmla.stages import absorb, attention, v_combine
 from tmla.state import AttentionScratch
@@ -17,7 +18,7 @@ SCALE = (N + R) ** -0.5
 
 rng = np.random.default_rng(1)
 runtime.init("cpu")
-pool = runtime.FieldPool()
+pool = FieldPool()
 
 
 def field(array, dtype):

@@ -17,7 +17,7 @@ def refuse(tree):
 
 SNodeTree.destroy = refuse
 package.start_taichi()
-pool = package.runtime.FieldPool()
+pool = package.fields.FieldPool()
 pool.field(ti.f32, (3,))
 pool.destroy()
 """

@@ -105,7 +105,12 @@ def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti
                     a.scores[s, h1, k + 2],
                     a.scores[s, h1, k + 3],
                 )
-                ta, tb, tc, td = t0 + ti.min(k, last), t0 + ti.min(k + 1, last), t0 + ti.min(k + 2, last), t0 + ti.min(k + 3, last)
+                ta, tb, tc, td = (
+                    t0 + ti.min(k, last),
+                    t0 + ti.min(k + 1, last),
+                    t0 + ti.min(k + 2, last),
+                    t0 + ti.min(k + 3, last),
+                )
                 for j in range(CHUNK):
                     c = b * CHUNK + j
                     v0 = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
