@@ -122,7 +122,8 @@ def cache_row_one(
     cache: ti.template(),
     pos: ti.template(),
 ):
-    write_row(proj, row, row0, w, layer[0] - first, eps, table, half, cache, pos[0])
+    at = ti.min(pos[0], ti.static(cache.shape[1] - 1))  # what it is: one term of the address, see row_dot_q8
+    write_row(proj, row, row0, w, layer[0] - first, eps, table, half, cache, at)
 
 
 @ti.kernel

@@ -144,7 +144,8 @@ def _add_experts_loop(w: ti.template(), out: ti.template(), n: ti.i32, g: ti.tem
     for i in range(ti.static(team())):
         if i % SPREAD == 0:
             span = share(i // SPREAD, n)
-            for t in range(span[0], span[1]):
+            for token in range(span[0], span[1]):
+                t = ti.min(token, n - 1)
                 for k in range(w.n_used):
                     p = g.place[t * w.n_used + k]
                     for c in range(dim):

@@ -17,9 +17,7 @@ from tmla.stages.threads import SPREAD, share, team
 
 TOKENS = 3  # activation rows that meet two matrix rows at once
 STRIP_VALUES = 32768  # f32 of a strip
-PIECE_BLOCKS = (
-    64  # Q8_0 blocks of a row that are summed at once: three activation rows of so many stay in the first cache
-)
+PIECE_BLOCKS = 64  # blocks of a row that are summed at once: three activation rows of so many stay in the first cache
 
 
 def strip_rows(n_in: int) -> int:
@@ -40,10 +38,11 @@ def strip_len(*widths: int) -> int:
 @ti.func
 def fill_part(w_q: ti.template(), w_d: ti.template(), lay, row, b0, b1, strip: ti.template(), slot, at):
     """strip[slot, at + i] = W[lay, row, 32 b0 + i] in f32, up to block b1."""
+    o, at0 = ti.min(row, ti.static(w_d.shape[1] - 1)), ti.max(at, 0) - b0 * Q8_BLOCK  # one term each: row_dot_q8
     for b in range(b0, b1):
-        d = ti.cast(w_d[lay, row, b], ti.f32)
+        d = ti.cast(w_d[lay, o, b], ti.f32)
         for j in range(Q8_BLOCK):
-            strip[slot, at + (b - b0) * Q8_BLOCK + j] = d * q8_value(w_q, lay, row, b * Q8_BLOCK + j)
+            strip[slot, at0 + b * Q8_BLOCK + j] = d * q8_value(w_q, lay, o, b * Q8_BLOCK + j)
 
 
 @ti.func
@@ -56,8 +55,9 @@ def fill_row(w_q: ti.template(), w_d: ti.template(), lay, row, strip: ti.templat
 def dots(w: ti.template(), s0, at0, s1, at1, x: ti.template(), t0, t1, t2, x0, n):
     """Two f32 rows, ``w[s, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
     a0, a1, b0, b1, c0, c1 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    p0, p1 = ti.max(at0, 0), ti.max(at1, 0)  # what they are: one term of the address each, see row_dot_q8
     for i in range(n):
-        w0, w1 = w[s0, at0 + i], w[s1, at1 + i]
+        w0, w1 = w[s0, p0 + i], w[s1, p1 + i]
         xa, xb, xc = x[t0, x0 + i], x[t1, x0 + i], x[t2, x0 + i]
         a0 += w0 * xa
         a1 += w1 * xa
@@ -96,7 +96,7 @@ def strip_times_rows(
 ):
     """y[t, o0 + r] = scale * (row r of the strip) . x[t, x0:], for its `n_rows` rows and tokens first <= t < end."""
     for tg in range((end - first + (TOKENS - 1)) // TOKENS):  # its activation rows stay in the first cache
-        t0 = first + tg * TOKENS
+        t0 = ti.min(first + tg * TOKENS, end - 1)
         t1, t2 = ti.min(t0 + 1, end - 1), ti.min(t0 + 2, end - 1)
         for p in range((n_rows + 1) // 2):
             ra, rb = 2 * p, ti.min(2 * p + 1, n_rows - 1)

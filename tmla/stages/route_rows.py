@@ -27,8 +27,9 @@ def _logit_rows_loop(
                 e0 = s * rows
                 n_rows = ti.min(rows, n_expert - e0)
                 for r in range(n_rows):
+                    e, at = ti.min(e0 + r, n_expert - 1), ti.max(r * dim, 0)
                     for c in range(dim):
-                        strip[i // SPREAD, r * dim + c] = w.router[lay, e0 + r, c]
+                        strip[i // SPREAD, at + c] = w.router[lay, e, c]
                 strip_times_rows(strip, i // SPREAD, n_rows, x, 0, n, 0, dim, 1.0, False, logit, e0)
 
 

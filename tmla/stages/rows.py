@@ -69,7 +69,8 @@ def _cache_rows_loop(w: ti.template(), lay: ti.i32, proj: ti.template(), table: 
         if i % SPREAD == 0:
             span = share(i // SPREAD, n)
             for t in range(span[0], span[1]):
-                write_row(proj, t, w.row0, w.kv_a_norm, lay, w.eps, table, w.half_pairs, w.cache, pos0 + t)
+                row, pos = ti.min(t, n - 1), ti.min(pos0 + t, ti.static(w.cache.shape[1] - 1))
+                write_row(proj, row, w.row0, w.kv_a_norm, lay, w.eps, table, w.half_pairs, w.cache, pos)
 
 
 @ti.kernel
