@@ -1,7 +1,8 @@
 """One layer, and what stands before and behind the layers: the stages in order, composed into kernels.
 
-A layer is two kernels, MLA block and FFN, of nine and five loops on CPU, of three to five dispatches on a GPU; where
-kernels of several loops compile badly (CUDA, :attr:`tmla.runtime.Caps.fuse`), one kernel a dispatch. No kernel
+A layer is two kernels, MLA block and FFN: on CPU one loop over the threads each, which go through the stages of a list
+(:func:`attention_works`, :func:`ffn_works`); on a GPU three to five dispatches each, and where kernels of several loops
+compile badly (CUDA, :attr:`tmla.runtime.Caps.fuse`), one kernel a dispatch. No kernel
 takes a number: position and layer stand in one-element fields that the kernels advance themselves, so that a launch
 costs as little as Taichi allows. :func:`layer_stages` launches every stage by itself, for those who want to look at
 what lies between, and for the tests that compare.
