@@ -11,13 +11,14 @@ SCRIPT = """
 import taichi as ti
 from taichi._snode.snode_tree import SNodeTree
 from tests.metal import package
+from tmla.fields import FieldPool
 
 def refuse(tree):
     raise RuntimeError("Metal cannot destroy a tree of fields")
 
 SNodeTree.destroy = refuse
 package.start_taichi()
-pool = package.fields.FieldPool()
+pool = FieldPool()
 pool.field(ti.f32, (3,))
 pool.destroy()
 """
