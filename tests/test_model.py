@@ -9,7 +9,7 @@ import pytest
 
 import tmla
 from tests.conftest import backend, oracle_dir
-from tmla import layer, runtime, state
+from tmla import layer, layer_stages, runtime, state
 from tmla.limits import check_limits
 
 SIGMA = 1e-4  # f32 arithmetic, f32 cache: the oracle's tolerance, 6 times what f32 needs
@@ -100,7 +100,7 @@ def test_hidden_rows_and_experts(oracle, arch):
         for i in range(model.config.n_layers):
             a = next(b for b in model.attention_banks if b.first <= i < b.first + b.n)
             f = next(b for b in model.ffn_banks if b.first <= i < b.first + b.n)
-            layer.layer_stages(a, f, model._state)
+            layer_stages.layer_stages(a, f, model._state)
             hidden.append(model._state.x.to_numpy()[0])
             if f.moe:
                 experts.append(model._state.route.expert.to_numpy()[0])

@@ -17,7 +17,7 @@ from tmla import runtime
 from tmla.bench_result import markdown, share_of
 from tmla.config import MLAConfig
 from tmla.errors import BackendError
-from tmla.stages import absorb, attention_tiles, ffn_warps, linear, norm, router, v_combine
+from tmla.layer_stages import single_stages
 from tmla.stages.argmax import argmax
 
 PROFILER, SYNCHRONISED = "Taichi's kernel profiler", "synchronised launches"
@@ -166,8 +166,9 @@ def token_stages(cfg: MLAConfig, steps: Any, banks: tuple[Any, Any, Any], s: Any
     yield Stage("embedding", partial(steps.begin, 0, pos), q8_bytes(1, cfg.dim), 2 * cfg.dim)
     for a in attention_banks:
         for layer in range(a.first, a.first + a.n):
-            yield from _attention_stages(cfg, a, s, layer, pos)
-            yield from _ffn_stages(cfg, ffn_of[layer], s, layer)
+            facts = attention_facts(cfg, a, pos) | ffn_facts(cfg, ffn_of[layer])
+            for name, launch in single_stages(a, ffn_of[layer], s, layer):
+                yield Stage(name, launch, *facts[name])
     head = partial(_head, steps)
     yield Stage("final norm, head", head, q8_bytes(cfg.n_vocab, cfg.dim) + 4 * cfg.dim, 2 * cfg.n_vocab * cfg.dim)
     yield Stage("greedy choice", partial(argmax, s.logits, s.n_choice, s.best, s.who, s.token), 0, cfg.n_vocab)
@@ -177,53 +178,35 @@ def _head(steps: Any) -> None:
     steps.head()
 
 
-def _attention_stages(cfg: MLAConfig, a: Any, s: Any, layer: int, pos: int) -> Iterator[Stage]:
+def attention_facts(cfg: MLAConfig, a: Any, pos: int) -> dict[str, tuple[int, int]]:
+    """Bytes that each stage of the MLA block must read at `pos`, and its operations, by its name."""
     d, h, c, width = cfg.dim, cfg.n_heads, cfg.kv_lora_rank, cfg.cache_row_width
     n, r, v, q_width, t = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, h * cfg.qk_head_dim, pos + 1
-    n_proj = (cfg.q_lora_rank or q_width) + width
-    s.layer_attn[0] = layer - a.first
-    if runtime.caps().gpu:
-        launch = partial(linear.norm_matvec_q8, a.proj_q, a.proj_d, s.layer_attn, s.x, a.attn_norm, a.eps, s.proj)
-        yield Stage("norm, q and kv_a projections", launch, q8_bytes(n_proj, d) + 4 * d, 2 * n_proj * d + 4 * d)
-    else:
-        launch = partial(norm.rms_norm, s.x, a.attn_norm, s.layer_attn, a.eps, s.xn)
-        yield Stage("norm before attention", launch, 4 * d, 4 * d)
-        launch = partial(linear.matvec_q8, a.proj_q, a.proj_d, s.layer_attn, s.xn, s.proj)
-        yield Stage("q and kv_a projections", launch, q8_bytes(n_proj, d), 2 * n_proj * d)
-    if a.has_q_lora:
-        launch = partial(norm.rms_norm, s.proj, a.q_a_norm, s.layer_attn, a.eps, s.q_low)
-        yield Stage("norm of the low-rank query", launch, 4 * cfg.q_lora_rank, 4 * cfg.q_lora_rank)
-        launch = partial(linear.matvec_q8, a.q_b_q, a.q_b_d, s.layer_attn, s.q_low, s.q)
-        yield Stage("q_b projection", launch, q8_bytes(q_width, cfg.q_lora_rank), 2 * q_width * cfg.q_lora_rank)
-    s.layer_attn[0] = layer
-    launch = partial(absorb.query, a, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
-    yield Stage(
-        "ropes, cache row, absorb", launch, q8_bytes(h * n, c) + 4 * c + 4 * r, 2 * h * n * c + 3 * h * r + 4 * c
-    )
-    launch = partial(attention_tiles.attend, a, s.layer_attn, s.pos, s.qa, s.attn)
-    yield Stage("attention over the rows", launch, width * _VALUE_BYTES[a.cache_dtype] * t, 2 * h * (width + c) * t)
-    launch = partial(v_combine.v_combine, a, s.layer_attn, s.pos, s.attn, s.mix, s.o)
-    yield Stage("join, v-combine", launch, q8_bytes(h * v, c), 2 * h * v * c)
-    s.layer_attn[0] = layer - a.first
-    launch = partial(
-        linear.matvec_q8, a.attn_out_q, a.attn_out_d, s.layer_attn, s.o, s.x, scale=a.residual_scale, add=True
-    )
-    yield Stage("output projection", launch, q8_bytes(d, h * v), 2 * d * h * v)
+    low = cfg.q_lora_rank or 0
+    n_proj = (low or q_width) + width
+    return {
+        "norm, q and kv_a projections": (q8_bytes(n_proj, d) + 4 * d, 2 * n_proj * d + 4 * d),
+        "norm before attention": (4 * d, 4 * d),
+        "q and kv_a projections": (q8_bytes(n_proj, d), 2 * n_proj * d),
+        "norm of the low-rank query": (4 * low, 4 * low),
+        "q_b projection": (q8_bytes(q_width, low), 2 * q_width * low),
+        "ropes, cache row, absorb": (q8_bytes(h * n, c) + 4 * c + 4 * r, 2 * h * n * c + 3 * h * r + 4 * c),
+        "attention over the rows": (width * _VALUE_BYTES[a.cache_dtype] * t, 2 * h * (width + c) * t),
+        "join, v-combine": (q8_bytes(h * v, c), 2 * h * v * c),
+        "output projection": (q8_bytes(d, h * v), 2 * d * h * v),
+    }
 
 
-def _ffn_stages(cfg: MLAConfig, f: Any, s: Any, layer: int) -> Iterator[Stage]:
-    d = cfg.dim
-    s.layer_ffn[0] = layer - f.first
-    yield Stage("norm before FFN", partial(norm.rms_norm, s.x, f.ffn_norm, s.layer_ffn, f.eps, s.xn), 4 * d, 4 * d)
-    s.layer_ffn[0] = layer
-    if f.moe:
-        launch = partial(router.router, f, s.layer_ffn, s.xn, s.route)
-        yield Stage("router", launch, 4 * cfg.n_experts * d, 2 * cfg.n_experts * d)
-    inner = f.n_used * f.expert_ffn_dim + f.common_ffn_dim
-    n_matrices = 3 if f.gated else 2
-    launch = partial(ffn_warps.ffn, f, s.layer_ffn, s.xn, s.route, f.hidden, s.x, s.layer_attn)
-    name = "FFN, mixture" if f.moe else "FFN, dense"
-    yield Stage(name, launch, n_matrices * q8_bytes(inner, d), 2 * n_matrices * inner * d)
+def ffn_facts(cfg: MLAConfig, f: Any) -> dict[str, tuple[int, int]]:
+    """The same for the FFN."""
+    d, inner, n_matrices = cfg.dim, f.n_used * f.expert_ffn_dim + f.common_ffn_dim, 3 if f.gated else 2
+    network = n_matrices * q8_bytes(inner, d), 2 * n_matrices * inner * d
+    return {
+        "norm before FFN": (4 * d, 4 * d),
+        "router": (4 * cfg.n_experts * d, 2 * cfg.n_experts * d),
+        "FFN, mixture": network,
+        "FFN, dense": network,
+    }
 
 
 def q8_bytes(n_out: int, n_in: int) -> int:

@@ -4,8 +4,7 @@ A layer is two kernels, MLA block and FFN: on CPU one loop over the threads each
 (:func:`attention_works`, :func:`ffn_works`); on a GPU three to five dispatches each, and where kernels of several loops
 compile badly (CUDA, :attr:`tmla.runtime.Caps.fuse`), one kernel a dispatch. No kernel
 takes a number: position and layer stand in one-element fields that the kernels advance themselves, so that a launch
-costs as little as Taichi allows. :func:`layer_stages` launches every stage by itself, for those who want to look at
-what lies between, and for the tests that compare.
+costs as little as Taichi allows. :mod:`tmla.layer_stages` launches every stage by itself.
 """
 
 import taichi as ti
@@ -309,31 +308,3 @@ def _choose_tilings(globals_, attention_banks, ffn_banks, s) -> None:
         f.tiling, f.expert_tiling = ffn_warps.common_tiling(), ffn_warps.expert_tiling()
         f.down_tiling = ffn_warps.down_tiling()
     globals_.head_tiling = linear.tiling(s.logits.shape[1], s.x.shape[1])
-
-
-def layer_stages(a, f, s):
-    """The layer of ``s.layer_attn[0]`` by single stages, each a kernel of its own; then the next layer's turn."""
-    gpu = runtime.caps().gpu
-    layer = int(s.layer_attn[0])
-    s.layer_attn[0] = layer - a.first
-    if gpu:
-        linear.norm_matvec_q8(a.proj_q, a.proj_d, s.layer_attn, s.x, a.attn_norm, a.eps, s.proj)
-    else:
-        norm.rms_norm(s.x, a.attn_norm, s.layer_attn, a.eps, s.xn)
-        linear.matvec_q8(a.proj_q, a.proj_d, s.layer_attn, s.xn, s.proj)
-    if a.has_q_lora:
-        norm.rms_norm(s.proj, a.q_a_norm, s.layer_attn, a.eps, s.q_low)
-        linear.matvec_q8(a.q_b_q, a.q_b_d, s.layer_attn, s.q_low, s.q)
-    s.layer_attn[0] = layer
-    absorb.query(a, s.layer_attn, s.q, s.proj, s.rope, s.scale, s.pos, s.qa, s.layer_ffn)
-    attention_tiles.attend(a, s.layer_attn, s.pos, s.qa, s.attn)
-    v_combine.v_combine(a, s.layer_attn, s.pos, s.attn, s.mix, s.o)
-    s.layer_attn[0] = layer - a.first
-    linear.matvec_q8(a.attn_out_q, a.attn_out_d, s.layer_attn, s.o, s.x, scale=a.residual_scale, add=True)
-    s.layer_ffn[0] = layer - f.first
-    norm.rms_norm(s.x, f.ffn_norm, s.layer_ffn, f.eps, s.xn)
-    s.layer_ffn[0] = layer
-    if f.moe:
-        router.router(f, s.layer_ffn, s.xn, s.route)
-    ffn_warps.ffn(f, s.layer_ffn, s.xn, s.route, f.hidden, s.x, s.layer_attn)
-    s.layer_attn[0] = layer + 1

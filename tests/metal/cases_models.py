@@ -12,7 +12,7 @@ import taichi as ti
 
 import tmla
 from tests.variants import variant_file
-from tmla import layer, reference
+from tmla import layer_stages, reference
 
 from .case import Built, Expect, MetalCase
 from .package import only, start_taichi  # noqa: F401 (the export looks for start_taichi here)
@@ -95,7 +95,7 @@ def build_stage_by_stage(name):
             model._state.layer_attn[0] = i
             attention = next(b for b in model.attention_banks if b.first <= i < b.first + b.n)
             ffn = next(b for b in model.ffn_banks if b.first <= i < b.first + b.n)
-            layer.layer_stages(attention, ffn, model._state)
+            layer_stages.layer_stages(attention, ffn, model._state)
         model._steps.head()
 
     return Built(call, inputs_of(model), _expected(model, path, TOKENS[:1], "f32"))
