@@ -12,6 +12,7 @@ from .errors import NumericsError, ParameterError
 
 _COLUMN = 64  # logits that share one maximum, at most, when the best few are looked for
 _DRAW_BLOCK = 256
+_SAMPLED = 16  # every so-manieth token of a row is looked at to guess where its nucleus ends
 
 
 class Sampler:
@@ -203,16 +204,17 @@ class Sampler:
         """Ids of the fewest best tokens of the whole row that hold `top_p`."""
         e = self._exp(x, top, 1.0)
         wanted = self.top_p * float(e.sum(dtype=np.float64))
-        ids = np.arange(0)
-        for k in (256, 4096, x.size):  # few tokens hold it as a rule
+        for k in (256, 4096):  # few tokens hold it as a rule
             ids = _candidates(x, k)
             if float(e[ids].sum(dtype=np.float64)) >= wanted:
-                break
-        values = e[ids]
-        order = np.sort(values)[::-1]  # values are sorted much faster than ids are
-        n = min(int(np.searchsorted(np.cumsum(order, dtype=np.float64), wanted)) + 1, order.size)
-        above = ids[values > order[n - 1]]
-        return np.concatenate([above, ids[values == order[n - 1]][: n - above.size]])
+                return _fewest(ids, e[ids], wanted)
+        low, high = _bracket(e, self.top_p)
+        above = np.flatnonzero(e > high)
+        ids = np.flatnonzero((e <= high) & (e >= low))
+        rest = wanted - float(e[above].sum(dtype=np.float64))
+        if rest <= 0.0 or float(e[ids].sum(dtype=np.float64)) < rest:  # the sample misled
+            return _fewest(np.arange(x.size), e, wanted)
+        return np.concatenate([above, _fewest(ids, e[ids], rest)])
 
     def _draw_from_all(self, x: np.ndarray, top: float) -> int:
         """Draw from the whole row, f32 [V]: first a block of it, then a token of that block."""
@@ -229,6 +231,23 @@ class Sampler:
         if self._buffers[i].size != size:
             self._buffers[i] = np.empty(size, np.float32)
         return self._buffers[i]
+
+
+def _bracket(e: np.ndarray, top_p: float) -> tuple[float, float]:
+    """Values between which the smallest of a nucleus lies, guessed from a part of the row, f32 [V]."""
+    sample = np.sort(e[::_SAMPLED])[::-1]
+    mass = np.cumsum(sample, dtype=np.float64)
+    i, margin = int(np.searchsorted(mass, top_p * mass[-1])), 4 * math.isqrt(sample.size)
+    low = float(sample[i + margin]) if i + margin < sample.size else 0.0
+    return low, float(sample[max(i - margin, 0)])
+
+
+def _fewest(ids: np.ndarray, values: np.ndarray, wanted: float) -> np.ndarray:
+    """The fewest of `ids`, of the largest values f32 [n], that hold `wanted` together; all if they do not."""
+    order = np.sort(values)[::-1]  # values are sorted much faster than ids are
+    n = min(int(np.searchsorted(np.cumsum(order, dtype=np.float64), wanted)) + 1, order.size)
+    above = ids[values > order[n - 1]]
+    return np.concatenate([above, ids[values == order[n - 1]][: n - above.size]])
 
 
 def best_ids(x: np.ndarray, k: int) -> np.ndarray:
