@@ -34,7 +34,7 @@ def model(tiny):
     return tmla.load(tiny, arch=ARCH, n_ctx=N_CTX)
 
 
-@pytest.mark.parametrize("form", ["md", "json"])
+@pytest.mark.parametrize("form", [pytest.param("md", marks=pytest.mark.slow), "json"])
 def test_bench_prints_every_form(tiny, capsys, form):
     options = ["--arch", ARCH, "--pp", 3, "--tg", 2, "--depth", "5", "--reps", 2, "--output", form]
     out = run(capsys, tiny, *options)

@@ -422,6 +422,7 @@ def test_requantize_is_said_before_loading(mixed, monkeypatch, capsys, command):
     assert [line.split()[1] for line in err.splitlines()] == ["requantising", "rounding", "error:"]
 
 
+@pytest.mark.slow
 def test_check_requantize(mixed, monkeypatch, capsys):
     monkeypatch.setattr("tmla.check.check_odd_shapes", lambda cfg: [])  # tests/test_check.py has them
     assert cli.main(["check", str(mixed), "--requantize", "--tokens", "2", "--arch", ARCH]) == 0

@@ -88,10 +88,10 @@ def test_a_field_beyond_the_promise_is_tried(pool, monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", [ti.u8, ti.f16])
 def test_a_field_of_odd_size_is_zeroed_to_its_end(arch, dtype):
     """In memory that another field has left full: Vulkan's own clearing stops at the last whole word."""
-    for size in (1, 2, 3, 5, 303, 4099):
+    for size in (1, 303):
         for value in (77, 0):
             pool = pools.FieldPool()
-            fields = [pool.field(dtype, (size,)) for _ in range(8)]
+            fields = [pool.field(dtype, (size,)) for _ in range(4)]
             for f in fields:
                 assert not np.any(f.to_numpy())
                 f.fill(value)

@@ -53,7 +53,7 @@ def test_prompt_and_greedy_continuation(tmp_path_factory, arch, name):
     assert ((best - taken) / ref.std() < 2 * SIGMA).all()  # each is the best, or equal to it within the tolerance
 
 
-@pytest.mark.parametrize("name", ["lite_split", "v3_unsplit"])
+@pytest.mark.parametrize("name", ["lite_split", pytest.param("v3_unsplit", marks=pytest.mark.slow)])
 def test_prompt_lengths(tmp_path_factory, arch, name):
     """Around every edge at which a prompt may be cut, and on from there."""
     path, tokens = variant_file(name, tmp_path_factory.getbasetemp()), prompt(name, max(LENGTHS) + 1)
