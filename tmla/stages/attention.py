@@ -27,21 +27,21 @@ def split_span(n_rows, n_splits: ti.template(), tile: ti.template()):
 
 
 @ti.func
-def _tile_scores(w: ti.template(), layer: ti.template(), t0, t1, qa: ti.template(), s, scores: ti.template()):
+def _tile_scores(w: ti.template(), lay, t0, t1, qa: ti.template(), s, scores: ti.template()):
     """scores[s, h, t - t0] = qa[0, h] . cache[layer, t] for the tile's rows and all heads."""
     n_heads = ti.static(qa.shape[1])
     for hg in range((n_heads + HEADS - 1) // HEADS):
         for tg in range((t1 - t0 + ROWS - 1) // ROWS):
             # rows and heads past the end repeat the last one: the same value is written twice
-            ta = ti.min(t0 + tg * ROWS, t1 - 1)
+            ta = t0 + tg * ROWS
             tb = ti.min(ta + 1, t1 - 1)
-            h0 = ti.min(hg * HEADS, n_heads - 1)
+            h0 = hg * HEADS
             h1, h2, h3 = ti.min(h0 + 1, n_heads - 1), ti.min(h0 + 2, n_heads - 1), ti.min(h0 + 3, n_heads - 1)
             a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
             b0, b1, b2, b3 = 0.0, 0.0, 0.0, 0.0
             for c in range(w.row_width):
-                ka = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
-                kb = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
+                ka = ti.cast(w.cache[lay, ta, c], ti.f32)
+                kb = ti.cast(w.cache[lay, tb, c], ti.f32)
                 q0, q1, q2, q3 = qa[0, h0, c], qa[0, h1, c], qa[0, h2, c], qa[0, h3, c]
                 a0 += ka * q0
                 a1 += ka * q1
@@ -82,7 +82,7 @@ def _tile_softmax(s, n, first, a: ti.template()):
 
 
 @ti.func
-def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti.template()):
+def _tile_values(w: ti.template(), lay, t0, t1, s, first, a: ti.template()):
     """a.part[s, h] = a.part[s, h] * rescale + sum over the tile of weight * latent."""
     n_heads, n_latent = ti.static(a.part.shape[1], a.part.shape[2])
     for hg in range((n_heads + 1) // 2):
@@ -106,17 +106,17 @@ def _tile_values(w: ti.template(), layer: ti.template(), t0, t1, s, first, a: ti
                     a.scores[s, h1, k + 3],
                 )
                 ta, tb, tc, td = (
-                    t0 + ti.min(k, last),
+                    t0 + k,
                     t0 + ti.min(k + 1, last),
                     t0 + ti.min(k + 2, last),
                     t0 + ti.min(k + 3, last),
                 )
                 for j in range(CHUNK):
                     c = b * CHUNK + j
-                    v0 = ti.cast(w.cache[layer[0] - w.first, ta, c], ti.f32)
-                    v1 = ti.cast(w.cache[layer[0] - w.first, tb, c], ti.f32)
-                    v2 = ti.cast(w.cache[layer[0] - w.first, tc, c], ti.f32)
-                    v3 = ti.cast(w.cache[layer[0] - w.first, td, c], ti.f32)
+                    v0 = ti.cast(w.cache[lay, ta, c], ti.f32)
+                    v1 = ti.cast(w.cache[lay, tb, c], ti.f32)
+                    v2 = ti.cast(w.cache[lay, tc, c], ti.f32)
+                    v3 = ti.cast(w.cache[lay, td, c], ti.f32)
                     acc0[j] += p0 * v0 + p1 * v1 + p2 * v2 + p3 * v3
                     acc1[j] += r0 * v0 + r1 * v1 + r2 * v2 + r3 * v3
             f0, f1 = a.rescale[s, h0], a.rescale[s, h1]
@@ -148,9 +148,9 @@ def attention_splits(
         for tile in range(first, ti.min(first + span[0], n_tiles)):
             t0 = tile * TILE
             t1 = ti.min(t0 + TILE, n_rows)
-            _tile_scores(w, layer, t0, t1, qa, s, a.scores)
+            _tile_scores(w, layer[0] - w.first, t0, t1, qa, s, a.scores)
             _tile_softmax(s, t1 - t0, tile == first, a)
-            _tile_values(w, layer, t0, t1, s, tile == first, a)
+            _tile_values(w, layer[0] - w.first, t0, t1, s, tile == first, a)
 
 
 @ti.kernel
