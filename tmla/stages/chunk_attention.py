@@ -77,9 +77,9 @@ def _scores(f: ti.template(), q: ti.template(), h, ta, te, n_keys, keys: ti.temp
     """p[p0 + t - ta, r] = query of token t . key r, for one head."""
     at = h * f.key_stride
     for kp in range((n_keys + 1) // 2):
-        ra, rb = ti.min(2 * kp, n_keys - 1), ti.min(2 * kp + 1, n_keys - 1)
+        ra, rb = 2 * kp, ti.min(2 * kp + 1, n_keys - 1)
         for tg in range((te - ta + (TOKENS - 1)) // TOKENS):
-            t0 = ti.min(ta + tg * TOKENS, te - 1)
+            t0 = ta + tg * TOKENS
             t1, t2 = ti.min(t0 + 1, te - 1), ti.min(t0 + 2, te - 1)
             v = dots(keys, ra, at, rb, at, q, t0, t1, t2, h * f.query_stride, f.key_width)
             put_six(p, p0 + t0 - ta, p0 + t1 - ta, p0 + t2 - ta, ra, rb, v, False)
@@ -115,7 +115,7 @@ def _values(f: ti.template(), h, ta, te, n_keys, first, p: ti.template(), p0, a:
     for cp in range((f.n_value + 1) // 2):
         ca, cb = 2 * cp, ti.min(2 * cp + 1, f.n_value - 1)
         for tg in range((te - ta + (TOKENS - 1)) // TOKENS):
-            t0 = ti.min(ta + tg * TOKENS, te - 1)
+            t0 = ta + tg * TOKENS
             t1, t2 = ti.min(t0 + 1, te - 1), ti.min(t0 + 2, te - 1)
             q0, q1, q2 = p0 + t0 - ta, p0 + t1 - ta, p0 + t2 - ta
             at = h * f.value_stride

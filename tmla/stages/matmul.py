@@ -55,9 +55,8 @@ def fill_row(w_q: ti.template(), w_d: ti.template(), lay, row, strip: ti.templat
 def dots(w: ti.template(), s0, at0, s1, at1, x: ti.template(), t0, t1, t2, x0, n):
     """Two f32 rows, ``w[s, at : at + n]``, times three activation rows ``x[t, x0 : x0 + n]``: six sums."""
     a0, a1, b0, b1, c0, c1 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    p0, p1 = ti.max(at0, 0), ti.max(at1, 0)  # what they are: one term of the address each, see row_dot_q8
     for i in range(n):
-        w0, w1 = w[s0, p0 + i], w[s1, p1 + i]
+        w0, w1 = w[s0, at0 + i], w[s1, at1 + i]
         xa, xb, xc = x[t0, x0 + i], x[t1, x0 + i], x[t2, x0 + i]
         a0 += w0 * xa
         a1 += w1 * xa
@@ -96,7 +95,7 @@ def strip_times_rows(
 ):
     """y[t, o0 + r] = scale * (row r of the strip) . x[t, x0:], for its `n_rows` rows and tokens first <= t < end."""
     for tg in range((end - first + (TOKENS - 1)) // TOKENS):  # its activation rows stay in the first cache
-        t0 = ti.min(first + tg * TOKENS, end - 1)
+        t0 = first + tg * TOKENS
         t1, t2 = ti.min(t0 + 1, end - 1), ti.min(t0 + 2, end - 1)
         for p in range((n_rows + 1) // 2):
             ra, rb = 2 * p, ti.min(2 * p + 1, n_rows - 1)
