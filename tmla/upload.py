@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import taichi as ti
@@ -18,6 +19,7 @@ from tmla.stages.linear import Q8_BLOCK
 from tmla.stages.words import WORD
 
 SLAB_BLOCKS = 1 << 19  # Q8_0 blocks per copy: 17 MB
+THREAD_BLOCKS = 1 << 17  # where CPU threads share the copy: 4 MB
 HUGE_PAGE = 2 << 20
 _NUMPY = {ti.u8: np.uint8, ti.f16: np.float16, ti.f32: np.float32, ti.i32: np.int32}
 
@@ -39,8 +41,10 @@ class Writer:
     def put_q8(self, blocks, w_q, w_d, layer: int, row0: int) -> None:
         """Copy Q8_0 rows, u8 [rows, I/32, 34] or what gives such slices, to row `row0` and on of a layer."""
         n_rows, n_block = blocks.shape[:2]
-        step = max(1, SLAB_BLOCKS // n_block)
-        for r in range(0, n_rows, step):
+        in_threads = bool(self._views) and isinstance(blocks, np.ndarray)
+        step = max(1, (THREAD_BLOCKS if in_threads else SLAB_BLOCKS) // n_block)
+
+        def put(r: int) -> None:
             part = blocks[r : r + step]
             quants, scales = q8_0_split(part)
             if self._views:
@@ -50,6 +54,14 @@ class Writer:
             else:
                 words = np.ascontiguousarray(quants).reshape(len(part), -1).view(np.uint64)
                 _put_words(words, np.ascontiguousarray(scales), len(part), w_q, w_d, layer, row0 + r)
+
+        slabs = range(0, n_rows, step)
+        if in_threads and len(slabs) > 1:  # NumPy copies without Python's lock
+            with ThreadPoolExecutor(min(runtime.caps().threads, len(slabs))) as threads:
+                list(threads.map(put, slabs))  # an error of a thread is raised here
+        else:
+            for r in slabs:
+                put(r)
 
     def put_f32(self, values: np.ndarray, f, layer: int) -> None:
         """Copy one layer's values into ``f[layer]``."""
