@@ -78,6 +78,7 @@ def do_all(desk: ti.template(), works: ti.template()):
     what one part wrote can be read by the stages that need it. Counts are read by an atomic that changes nothing, as
     a plain load would be taken out of the loop.
     """
+    ti.static_assert(len(works) <= MAX_WORKS, "a desk has MAX_WORKS places")
     for k, work in ti.static(enumerate(works)):
         for j in ti.static(_needs(works, k)):
             while ti.atomic_max(desk[j, DONE], 0) < works[j].n_parts:
