@@ -10,12 +10,10 @@ from tmla import runtime
 from tmla.errors import BackendError
 
 MAX_FIELD = 2**31 - 1  # bytes and elements of one field: above, Taichi 1.7.4 wraps or ends the process
-SHARED = 1 << 20  # bytes up to which a field can share a tree
-CACHE_LINE = 64
 
 
 class FieldPool:
-    """Fields that live and die together, each in a tree of its own (but :meth:`one_tree`).
+    """Fields that live and die together, each in a tree of its own.
 
     One tree per field is a rule, not a taste: children of one tree are packed without alignment on Vulkan and Metal,
     so that u8 and f16 fields of odd size corrupt their neighbours (taichi#8770).
@@ -24,28 +22,6 @@ class FieldPool:
     def __init__(self) -> None:
         self.n_bytes = 0
         self._trees: list = []
-        self._shared: ti.FieldsBuilder | None = None
-
-    @contextlib.contextmanager
-    def one_tree(self, name: str) -> Iterator[None]:
-        """On CPU, small fields made in this context share a tree, as making one takes 4 ms; ready when it ends.
-
-        Raises
-        ------
-        BackendError
-            At the end: the memory does not suffice.
-        """
-        caps = runtime.running()
-        if caps is None or caps.arch != "cpu":
-            yield
-            return
-        self._shared = ti.FieldsBuilder()
-        try:
-            yield
-        finally:  # also behind an error: no kernel compiles while a tree is unfinished
-            builder, self._shared = self._shared, None
-            if not builder.empty:
-                self._finalize(builder, name)
 
     def field(self, dtype, shape: tuple[int, ...], name: str = "a field"):
         """Allocate one zeroed field of `dtype` and `shape`.
@@ -62,14 +38,8 @@ class FieldPool:
         if max(n, n_bytes) > MAX_FIELD:
             raise BackendError(f"{what} and {n:,} elements in one field, at most {MAX_FIELD:,} fit; {_smaller()}")
         out = ti.field(dtype)
-        shared = self._shared if n_bytes <= SHARED else None
-        builder = shared or ti.FieldsBuilder()
+        builder = ti.FieldsBuilder()
         builder.dense(ti.axes(*range(len(shape))), shape).place(out)
-        if shared is not None:
-            if n_bytes % CACHE_LINE:  # the next field starts at a cache line, as the first does
-                builder.dense(ti.i, CACHE_LINE - n_bytes % CACHE_LINE).place(ti.field(ti.u8))
-            self.n_bytes += n_bytes
-            return out
         self._finalize(builder, what)
         caps = runtime.running()
         promised = caps.max_buffer if caps is not None else None

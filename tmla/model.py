@@ -65,15 +65,14 @@ class Model(KeepsTokens):
         self._free = weakref.finalize(self, _free_pools, pools)
         self._free.atexit = False
         weight_pool, cache_pool, scratch_pool = pools
-        with weight_pool.one_tree("norms, routers and scales"), scratch_pool.one_tree("activations and scratch"):
-            self._globals: Any = weights.Globals(plan, cfg, weight_pool)
-            self._globals.zero = scratch_pool.field(ti.i32, (1,))
-            self.attention_banks = [
-                weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
-            ]
-            self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
-            self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
-            chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
+        self._globals: Any = weights.Globals(plan, cfg, weight_pool)
+        self._globals.zero = scratch_pool.field(ti.i32, (1,))
+        self.attention_banks = [
+            weights.AttentionBank(p, cfg, cache_dtype, weight_pool, cache_pool) for p in plan.attention
+        ]
+        self.ffn_banks: list[Any] = [weights.FFNBank(p, cfg, weight_pool) for p in plan.ffn]
+        self._state = state.State(cfg, n_ctx, caps, scratch_pool, min(cfg.n_vocab, tokenizer.n_vocab))
+        chunk = chunk_state.ChunkState(cfg, n_ctx, caps, scratch_pool)
         for bank in self.ffn_banks:
             bank.hidden = self._state.hidden[bank.moe]
         banks: list[Any] = [self._globals, *self.attention_banks, *self.ffn_banks]
