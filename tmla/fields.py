@@ -40,7 +40,12 @@ class FieldPool:
         out = ti.field(dtype)
         builder = ti.FieldsBuilder()
         builder.dense(ti.axes(*range(len(shape))), shape).place(out)
-        self._finalize(builder, what)
+        try:
+            with _no_log():
+                self._trees.append(builder.finalize())
+        except RuntimeError as e:
+            beside = f"beside {self.n_bytes:,} bytes of the same kind"
+            raise BackendError(f"{what}, which could not be allocated {beside} ({_reason(e)}); {_smaller()}") from None
         caps = runtime.running()
         promised = caps.max_buffer if caps is not None else None
         if promised is not None and n_bytes > promised and not _reaches_end(out):
@@ -52,14 +57,6 @@ class FieldPool:
             out.fill(0)  # Taichi zeroes whole words there, and leaves up to three bytes behind them as they were
         self.n_bytes += n_bytes
         return out
-
-    def _finalize(self, builder, what: str) -> None:
-        try:
-            with _no_log():
-                self._trees.append(builder.finalize())
-        except RuntimeError as e:
-            beside = f"beside {self.n_bytes:,} bytes of the same kind"
-            raise BackendError(f"{what}, which could not be allocated {beside} ({_reason(e)}); {_smaller()}") from None
 
     def destroy(self) -> None:
         """Free every field of the pool. Fields of a runtime that was reset are gone already.
